@@ -1,0 +1,51 @@
+"""What the tree attention backends share: which rows see what, and the call of the kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bole_vllm.kernels.attention import tree_attention
+from bole_vllm.kernels.topology import Forest
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """Rows of a batch that attend under an ancestor mask (or causally, where `mask_start` is negative)."""
+
+    token_start: torch.Tensor  # [R] request -> its first row
+    num_rows: torch.Tensor  # [R] rows of the request that are served here; 0: none
+    prefix_len: torch.Tensor  # [R] cache positions that every row sees
+    row_mask: torch.Tensor  # [mask rows, words] bit j: the row sees position prefix_len + j
+    mask_start: torch.Tensor  # [R] request -> its first mask row; negative: causal rows
+    num_slots: int  # static bound on j
+    max_rows: int  # static bound on num_rows
+    covers_batch: bool  # no row of the batch is left to another kernel
+
+    @classmethod
+    def of_forest(cls, forest: Forest, num_computed: torch.Tensor, covers_batch: bool) -> TreeRows:
+        """The verify rows of a batch. num_computed [R]: tokens before each tree's root."""
+        return cls(
+            token_start=forest.token_start,
+            num_rows=forest.node_offset.diff(),
+            prefix_len=num_computed,
+            row_mask=forest.ancestors,
+            mask_start=forest.node_offset[:-1],
+            num_slots=forest.max_nodes,
+            max_rows=forest.max_nodes,
+            covers_batch=covers_batch,
+        )
+
+
+def attend(
+    rows: TreeRows, query: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, scale: float, out: torch.Tensor
+) -> None:
+    """Write the attention output of `rows` into `out` in place; other rows are left as they are.
+
+    query, out [token rows, heads, head size]; kv_cache [blocks, KV heads, block size, 2 * head size].
+    """
+    tree_attention(
+        query, kv_cache, block_table, rows.token_start, rows.num_rows, rows.prefix_len, rows.row_mask, rows.mask_start,
+        scale, out, num_slots=rows.num_slots, max_rows=rows.max_rows,
+    )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Bole's settings: one frozen object read from `additional_config["bole"]`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from bole_vllm.kernels import precision as dot_precision
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+KEY = "bole"
+COMMITS = ("factor", "replay")
+MAX_TREE_SIZE = 256
+
+
+class BoleConfigError(ValueError):
+    """A setting that cannot work. The text says what to change."""
+
+
+@dataclass(frozen=True)
+class BoleConfig:
+    """What a user may set in `--additional-config '{"bole": {...}}'`.
+
+    Attributes:
+        topk: children considered per tree node, 1..16.
+        max_depth: levels of drafts below the root, 1..16; the deepest draft is `max_depth` tokens ahead.
+        tree_size: nodes per request, root included, 2..256. Left out: `num_speculative_tokens + 1`; given: it must agree.
+        commit: `factor` applies the kept corrections in closed form; `replay` reruns the exact recurrence over the
+            accepted path from the kept inputs (bit for bit native decode's rounding points, less memory per node).
+        precision: dot precision of the verify and commit kernels, a name of bole_vllm.kernels.precision.
+        debug: check every forest's invariants on the host each step (slow, synchronises).
+    """
+
+    topk: int = 4
+    max_depth: int = 8
+    tree_size: int = 0
+    commit: str = "factor"
+    precision: str = dot_precision.DEFAULT
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        _check_int("topk", self.topk, 1, 16)
+        _check_int("max_depth", self.max_depth, 1, 16)
+        _check_int("tree_size", self.tree_size, 2, MAX_TREE_SIZE)
+        _check_choice("commit", self.commit, COMMITS)
+        _check_choice("precision", self.precision, tuple(dot_precision.MODES))
+        if not isinstance(self.debug, bool):
+            raise BoleConfigError(f'"bole.debug" must be true or false, got {self.debug!r}.')
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafted nodes per request: the tree without its root."""
+        return self.tree_size - 1
+
+    @classmethod
+    def parse(cls, settings: Any, num_speculative_tokens: int) -> BoleConfig:
+        """Build from the user's dictionary.
+
+        Raises:
+            BoleConfigError: for an unknown key, a wrong type, a value out of range, or a contradiction with
+                `num_speculative_tokens`.
+        """
+        if not isinstance(settings, dict):
+            raise BoleConfigError(f'additional_config["bole"] must be an object such as {{}}, got {type(settings).__name__}.')
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(settings) - set(known))
+        if unknown:
+            raise BoleConfigError(f'Unknown key {unknown[0]!r} in additional_config["bole"]. Known keys: {", ".join(known)}.')
+        tree_size = num_speculative_tokens + 1
+        if settings.get("tree_size", tree_size) != tree_size:
+            raise BoleConfigError(
+                f'"bole.tree_size" is {settings["tree_size"]!r}, but num_speculative_tokens={num_speculative_tokens} means trees of '
+                f"{tree_size} nodes (drafts and the root). Change one of them, or leave tree_size out."
+            )
+        if tree_size > MAX_TREE_SIZE:
+            raise BoleConfigError(f"num_speculative_tokens must be at most {MAX_TREE_SIZE - 1} with Bole, got {num_speculative_tokens}.")
+        return cls(**{**settings, "tree_size": tree_size})
+
+    @classmethod
+    def from_vllm(cls, vllm_config: VllmConfig) -> BoleConfig:
+        """The settings of an engine that has passed bole_vllm.engine_config.prepare."""
+        return cls.parse(vllm_config.additional_config[KEY], vllm_config.speculative_config.num_speculative_tokens)
+
+
+def is_requested(vllm_config: VllmConfig) -> bool:
+    """Whether the user asked for Bole in this engine."""
+    additional = vllm_config.additional_config
+    return isinstance(additional, dict) and KEY in additional
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BoleConfigError(f'"bole.{name}" must be an integer, got {value!r}.')
+    if not low <= value <= high:
+        raise BoleConfigError(f'"bole.{name}" must be in {low}..{high}, got {value}.')
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise BoleConfigError(f'"bole.{name}" must be one of {", ".join(choices)}, got {value!r}.')

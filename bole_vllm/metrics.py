@@ -1,0 +1,57 @@
+"""Counters of tree speculation, kept on the device and read on demand.
+
+vLLM's own speculative-decoding counters stay right (drafted and accepted tokens, acceptance per position = depth). These
+say what they cannot: how many tree rows were served, nodes per step, mean accepted tokens, spine hits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bole_vllm.kernels.topology import Forest
+
+FIELDS = ("steps", "rows", "nodes", "tree_rows", "tokens", "accepted", "branched", "spine_hits")
+
+
+class TreeStats:
+    """Sums over all steps since start.
+
+    steps: target forwards with a tree row; rows: requests served in them; nodes: tree nodes verified; tree_rows: rows
+    whose tree had drafts; tokens: tokens emitted by them (accepted and bonus); accepted: drafts accepted; branched:
+    rows with drafts that accepted at least one; spine_hits: of those, rows whose whole path lay on the top-1 chain.
+    """
+
+    def __init__(self, max_depth: int, device: torch.device) -> None:
+        self.sums = torch.zeros(len(FIELDS), dtype=torch.int64, device=device)
+        # [D + 1] path positions -> the node there if the path is the spine
+        self.spine = torch.arange(max_depth + 1, dtype=torch.int32, device=device)
+
+    def add(self, forest: Forest, path: torch.Tensor, path_len: torch.Tensor) -> None:
+        """Account for one step. path [R, D + 1], path_len [R]; no synchronisation."""
+        nodes = forest.node_offset.diff()
+        drafted = nodes > 1
+        on_path = self.spine < path_len[:, None]
+        spine = ((path == self.spine) | ~on_path).all(dim=1)
+        branched = drafted & (path_len > 1)
+        step = torch.stack([
+            (nodes > 0).any(), (nodes > 0).sum(), nodes.sum(), drafted.sum(), (path_len * drafted).sum(),
+            ((path_len - 1) * drafted).sum(), branched.sum(), (branched & spine).sum(),
+        ])  # fmt: skip
+        self.sums += step
+
+    def read(self) -> dict[str, Any]:
+        """The sums and the ratios made of them; synchronises."""
+        sums = dict(zip(FIELDS, self.sums.tolist()))
+        return {
+            **sums,
+            "nodes_per_step": sums["nodes"] / max(sums["steps"], 1),
+            "mat": sums["tokens"] / max(sums["tree_rows"], 1),
+            "spine_hit_rate": sums["spine_hits"] / max(sums["branched"], 1),
+        }
+
+
+def collect(llm) -> dict[str, Any]:
+    """The first worker's statistics of an offline `vllm.LLM` (all ranks agree)."""
+    return llm.collective_rpc("bole_stats")[0]

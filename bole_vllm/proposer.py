@@ -1,0 +1,184 @@
+"""Drafts a tree per request with the model's MTP head, depth by depth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
+
+from bole_vllm.attention import TreeRows
+from bole_vllm.config import BoleConfig
+from bole_vllm.kernels.draft import Candidates, Tree, TreeShape, extend, select, start
+
+PAD_SLOT = -1
+
+
+class TreeSpeculator(MTPSpeculator):
+    """vLLM's MTP speculator with a tree in place of the chain.
+
+    The draft prefill is vLLM's: it runs the MTP layer over the rows that were accepted (moved to the front of each
+    request first) and ends at the row of the pending token, whose output gives the root's children. Then one forward
+    per depth runs `beam` frontier rows per request; row e of the tree's expanded rows keeps its KV at scratch position
+    L + e, where L is the number of processed tokens, and attends to the prefix and its own ancestors.
+    """
+
+    def __init__(self, vllm_config, device) -> None:
+        super().__init__(vllm_config, device)
+        self.bole = BoleConfig.from_vllm(vllm_config)
+        # set by sample_draft during the draft prefill: [R, vocab] logits after the pending token
+        self._root_logits: torch.Tensor | None = None
+
+    def sample_draft(self, hidden_states, *args, **kwargs) -> torch.Tensor:
+        """Called by vLLM's draft prefill; keeps the whole distribution, which the tree's first level is made of."""
+        self._root_logits = self.compute_draft_logits(hidden_states, 0)
+        return self._root_logits.argmax(dim=-1)
+
+    @torch.inference_mode()
+    def propose(
+        self, input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, num_rejected, last_sampled,
+        next_prefill_tokens, temperature, seeds, dp_sync_state=None, dummy_run=False, skip_attn_for_dummy_run=False, mm_inputs=None,
+        is_profile=False, num_speculative_tokens=None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Draft tokens [num_reqs, num_speculative_tokens of the config] int64, node order; the trees go to the store.
+
+        Arguments as BaseSpeculator.propose. `num_speculative_tokens` limits the nodes drafted in this step.
+        """
+        num_reqs = input_batch.num_reqs
+        wanted = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
+        if not dummy_run:
+            input_batch, last_hidden_states = self._accepted_rows_first(input_batch, last_hidden_states)
+        super().propose(
+            input_batch, self._causal(attn_metadata), slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, num_rejected,
+            last_sampled, next_prefill_tokens, temperature, seeds, dp_sync_state, dummy_run, skip_attn_for_dummy_run, mm_inputs,
+            is_profile, num_speculative_tokens=min(wanted, 1),
+        )  # fmt: skip
+        if wanted == 0:
+            self.model_state.trees.num_nodes[self.idx_mapping[:num_reqs]] = 1
+            return self.draft_tokens[:num_reqs].fill_(-1)
+        shape = TreeShape.plan(wanted + 1, self.bole.topk, self.bole.max_depth)
+        # tokens processed by the target once this round is committed
+        lengths = input_batch.seq_lens[:num_reqs] - num_rejected
+        skip_attn = dummy_run and skip_attn_for_dummy_run
+        tree = self._grow(shape, num_reqs, lengths, input_batch.seq_lens_cpu_upper_bound, skip_attn)
+        return self._store(tree, num_reqs, num_sampled)
+
+    # -- draft prefill -------------------------------------------------------------------------------------------
+
+    def _accepted_rows_first(self, input_batch, hidden_states) -> tuple[Any, torch.Tensor]:
+        """The batch as a chain drafter expects it: accepted rows in path order at the front of each request.
+
+        Positions, slots and lengths are linear already. Rejected rows follow in any order; they are cut off by
+        num_rejected. Accepted on the spine, nothing moves.
+        """
+        state, num_reqs = self.model_state, input_batch.num_reqs
+        num_tokens = hidden_states.shape[0]
+        first = input_batch.query_start_loc[:num_reqs, None].long()
+        path, path_len = state.path[:num_reqs].long(), state.path_len[:num_reqs, None]
+        step = torch.arange(path.shape[1], device=path.device)
+        rows = torch.arange(num_tokens + 1, device=path.device)
+        taken = step < path_len
+        # [num_tokens + 1] destination row -> source row; the last entry takes what is beyond a path
+        rows[torch.where(taken, first + step, num_tokens)] = torch.where(taken, first + path, num_tokens)
+        rows = rows[:num_tokens]
+        ids = input_batch.input_ids
+        return replace(input_batch, input_ids=ids[rows[: ids.shape[0]]]), hidden_states[rows]
+
+    def _causal(self, attn_metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The target's metadata for the draft layers: the accepted rows are a chain now."""
+        if attn_metadata is None:
+            return None
+        return {name: attn_metadata[name].with_tree(None) for name in self.draft_attn_layer_names if name in attn_metadata}
+
+    # -- tree ----------------------------------------------------------------------------------------------------
+
+    def _grow(self, shape: TreeShape, num_reqs: int, lengths, seq_lens_bound, skip_attn: bool) -> Tree:
+        """Run the depths. lengths [R]: tokens processed, where the scratch KV begins."""
+        candidates = start(self._root_logits, shape)
+        # The root's output feeds every first-level row: [R, hidden] -> [R, w, hidden]
+        hidden = self.hidden_states[:num_reqs, None].expand(-1, shape.beam, -1)
+        for depth in range(2, shape.max_depth + 1):
+            logits, outputs = self._expand(shape, candidates, hidden, depth, lengths, seq_lens_bound, skip_attn)
+            candidates, parent_row = extend(candidates, logits, depth, shape)
+            hidden = outputs.gather(1, parent_row[:, :, None].expand(-1, -1, outputs.shape[-1]))
+        return select(candidates, shape)
+
+    def _expand(
+        self, shape: TreeShape, candidates: Candidates, hidden: torch.Tensor, depth: int, lengths, seq_lens_bound, skip_attn: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One draft forward over the frontier of depth - 1: ([R, w, vocab] logits, [R, w, hidden] outputs).
+
+        hidden [R, w, hidden]: the output of each frontier row's parent.
+        """
+        num_reqs, beam = lengths.shape[0], shape.beam
+        num_rows = num_reqs * beam
+        buffers = self.input_buffers
+        buffers.input_ids[:num_rows] = candidates.token.gather(1, candidates.frontier).flatten()
+        self.hidden_states[:num_rows] = hidden.flatten(0, 1)
+        first_expanded = (depth - 2) * beam
+        # scratch positions of the rows' KV: L + e
+        cache_pos = lengths.long()[:, None] + first_expanded + torch.arange(beam, device=lengths.device)
+        # RoPE: the MTP layer's row for the token at L + d sits at L + d - 1
+        rope = (lengths.long() + (depth - 2)).clamp(max=self.max_model_len - 1)
+        metadata = slots_by_layer = None
+        if not skip_attn:
+            metadata, slots_by_layer = self._prepare_rows(shape, candidates, depth, lengths, cache_pos, seq_lens_bound)
+        buffers.positions[:num_rows] = rope[:, None].expand(-1, beam).flatten()
+        last_hidden, outputs = self._run_model(num_rows, metadata, slots_by_layer, num_tokens_across_dp=None)
+        logits = self.compute_draft_logits(last_hidden[:num_rows], 0)
+        return logits.view(num_reqs, beam, -1), outputs[:num_rows].view(num_reqs, beam, -1)
+
+    def _prepare_rows(self, shape: TreeShape, candidates: Candidates, depth: int, lengths, cache_pos, seq_lens_bound):
+        """Attention metadata and KV slots of one depth's rows."""
+        num_reqs, beam = cache_pos.shape
+        num_rows = num_reqs * beam
+        buffers = self.input_buffers
+        starts = torch.arange(0, num_rows + 1, beam, dtype=torch.int32, device=cache_pos.device)
+        buffers.query_start_loc[: num_reqs + 1] = starts
+        buffers.seq_lens[:num_reqs] = (lengths + (depth - 1) * beam).clamp(max=self.max_model_len)
+        # Rows past the model's length have no slot, and nobody may look at one.
+        inside = cache_pos < self.max_model_len
+        positions = torch.where(inside, cache_pos, 0).flatten()
+        slots = self.block_tables.compute_slot_mappings(self.idx_mapping[:num_reqs], buffers.query_start_loc[: num_reqs + 1], positions, num_rows)
+        slots.masked_fill_(~inside.flatten(), PAD_SLOT)
+        metadata = self._build_uniform_attn_metadata(
+            batch_desc=BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=num_rows, num_reqs=num_reqs),
+            num_reqs=num_reqs,
+            num_query_per_req=beam,
+            seq_lens_cpu_upper_bound=seq_lens_bound,
+            step=(depth - 1) * beam,
+        )
+        rows = TreeRows(
+            token_start=starts[:-1],
+            num_rows=starts.diff(),
+            prefix_len=lengths,
+            row_mask=self._visible(candidates.frontier_mask, lengths, shape).flatten(0, 1),
+            mask_start=starts[:-1],
+            num_slots=shape.num_expanded,
+            max_rows=beam,
+            covers_batch=True,
+        )
+        by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
+        return {name: layer.with_tree(rows) for name, layer in metadata.items()}, by_layer
+
+    def _visible(self, mask: torch.Tensor, lengths: torch.Tensor, shape: TreeShape) -> torch.Tensor:
+        """[R, w, words] the frontier masks without the scratch positions past the model's length."""
+        room = (self.max_model_len - lengths).clamp(0, shape.num_expanded)
+        expanded = torch.arange(shape.num_words * 32, device=mask.device)
+        bits = (expanded < room[:, None]).view(-1, shape.num_words, 32).long() << torch.arange(32, device=mask.device)
+        return mask & bits.sum(dim=-1).to(torch.int32)[:, None, :]
+
+    def _store(self, tree: Tree, num_reqs: int, num_sampled: torch.Tensor) -> torch.Tensor:
+        """Keep the trees for the next step and return the tokens as the scheduler counts them."""
+        slots = self.idx_mapping[:num_reqs]
+        # A request still in its prompt drafted from a row that means nothing.
+        num_nodes = torch.where(num_sampled > 0, tree.num_nodes, 1)
+        self.model_state.trees.write(slots, tree.token, tree.parent, tree.logprob, num_nodes.to(torch.int32))
+        drafts = self.draft_tokens[:num_reqs]
+        drafts.fill_(-1)
+        drafts[:, : tree.token.shape[1] - 1] = tree.token[:, 1:]
+        return drafts

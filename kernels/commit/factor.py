@@ -1,0 +1,175 @@
+"""The commit from factors: S_new = exp(P_a) S_pre + sum_j exp(P_a - P_j) k_j u_j^T over the accepted path, all layers in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..conv.pointwise import round_to
+from ..precision import DEFAULT, INTERPRET, dot, exp_non_positive, resolve, to_fp32
+from ..topology import Forest
+from .conv import commit_conv
+from .layers import TL_DTYPE, LayerTable, load_pointer
+
+
+@triton.jit
+def commit_factor_kernel(
+    p_ssm_table,
+    p_layer_group,
+    p_p,
+    p_k,
+    p_u,
+    p_node_offset,
+    p_path,
+    p_path_len,
+    p_src_slot,
+    p_dst_slot,
+    p_dst_len,
+    stride_p_layer,
+    stride_k_layer,
+    stride_u_layer,
+    stride_path,
+    stride_slot,
+    stride_head,
+    stride_k,
+    stride_v,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    i_vh, i_r, i_l = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    path_len = tl.load(p_path_len + i_r)
+    if path_len <= 0:
+        return
+    i_v, i_hv = i_vh % (DV // BV), i_vh // (DV // BV)
+    node_start = tl.load(p_node_offset + i_r)
+    i_slot = tl.load(p_layer_group + i_l) * tl.num_programs(1) + i_r
+    layer = i_l.to(tl.int64)
+    p_pl = p_p + layer * stride_p_layer
+    p_kl = p_k + layer * stride_k_layer
+    p_ul = p_u + layer * stride_u_layer
+    p_path_r = p_path + i_r * stride_path
+    o_t = tl.arange(0, BT)
+    o_d = tl.arange(0, DK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    # [DK, BV]
+    p_state = load_pointer(p_ssm_table, i_l, DTYPE, ALIGN) + i_hv.to(tl.int64) * stride_head
+    o_state = o_d[:, None] * stride_k + o_v[None, :] * stride_v
+    src = tl.load(p_src_slot + i_slot).to(tl.int64)
+    # read once, before either destination is written: one of them may be the source
+    b_pre = to_fp32(tl.load(p_state + src * stride_slot + o_state), INTERPRET)
+
+    for i_dst in tl.static_range(2):
+        dst = tl.load(p_dst_slot + i_slot * 2 + i_dst).to(tl.int64)
+        num_tokens = tl.minimum(tl.load(p_dst_len + i_r * 2 + i_dst), path_len)
+        # slot 0 is the null block
+        if (num_tokens > 0) & (dst > 0):
+            last = tl.load(p_path_r + num_tokens - 1)
+            b_pa = tl.load(p_pl + (node_start + last).to(tl.int64) * HV + i_hv)
+            b_s = tl.exp(b_pa) * b_pre
+            for i_t in range(0, num_tokens, BT):
+                m_t = i_t + o_t < num_tokens
+                o_node = tl.load(p_path_r + i_t + o_t, mask=m_t, other=0)
+                o_row = (node_start + o_node).to(tl.int64)
+                b_p = tl.load(p_pl + o_row * HV + i_hv, mask=m_t, other=0.0)
+                b_w = tl.where(m_t, exp_non_positive(b_pa - b_p), 0.0)
+                o_k = (o_row * HK + i_hv // (HV // HK))[None, :] * DK + o_d[:, None]
+                b_k = tl.load(p_kl + o_k, mask=m_t[None, :], other=0.0)
+                o_u = (o_row * HV + i_hv)[:, None] * DV + o_v[None, :]
+                b_u = tl.load(p_ul + o_u, mask=m_t[:, None], other=0.0)
+                b_s += dot(b_k, b_w[:, None] * b_u, PRECISION)
+            tl.store(p_state + dst * stride_slot + o_state, round_to(b_s, DTYPE))
+
+
+def check_commit(layers: LayerTable, x, path, path_len, src_slot, dst_slot, dst_len, **per_node) -> None:
+    """Shapes, dtypes and layouts shared by both commits; `per_node`: name -> (tensor, shape behind [L, capacity])."""
+    num_layers, num_requests = layers.num_layers, path_len.shape[0]
+    capacity = x.shape[1]
+    for name, (tensor, shape) in per_node.items():
+        if tuple(tensor.shape) != (num_layers, capacity, *shape) or tensor.dtype != torch.float32 or not tensor[0].is_contiguous():
+            raise ValueError(f"{name}: expected fp32 {(num_layers, capacity, *shape)}, got {tensor.dtype} {tuple(tensor.shape)}")
+    if tuple(x.shape) != (num_layers, capacity, layers.num_channels) or not x[0].is_contiguous() or x.dtype != layers.conv_dtype:
+        wanted = f"{layers.conv_dtype} {(num_layers, capacity, layers.num_channels)}"
+        raise ValueError(f"x: expected {wanted}, got {x.dtype} {tuple(x.shape)}")
+    wanted = {"path": (path, (num_requests, path.shape[1])), "dst_len": (dst_len, (num_requests, 2))}
+    wanted |= {"src_slot": (src_slot, (src_slot.shape[0], num_requests)), "dst_slot": (dst_slot, (src_slot.shape[0], num_requests, 2))}
+    for name, (tensor, shape) in wanted.items():
+        if tuple(tensor.shape) != shape or tensor.stride(-1) != 1 or (name != "path" and not tensor.is_contiguous()):
+            raise ValueError(f"{name}: expected contiguous {shape}, got {tuple(tensor.shape)} with strides {tensor.stride()}")
+    if src_slot.shape[0] < layers.num_groups:
+        raise ValueError(f"slots of {src_slot.shape[0]} groups, the layers use {layers.num_groups}")
+
+
+def commit_factor(
+    layers: LayerTable,
+    p: torch.Tensor,
+    k: torch.Tensor,
+    u: torch.Tensor,
+    x: torch.Tensor,
+    forest: Forest,
+    path: torch.Tensor,
+    path_len: torch.Tensor,
+    src_slot: torch.Tensor,
+    dst_slot: torch.Tensor,
+    dst_len: torch.Tensor,
+    precision: str = DEFAULT,
+) -> None:
+    """Writes every layer's state and conv state after the accepted path, in place in the layers' caches.
+
+    Args:
+        layers: addresses of the caches.
+        p: [L, capacity, HV] fp32, log. k: [L, capacity, HK, DK] fp32. u: [L, capacity, HV, DV] fp32. x: [L, capacity, C], conv inputs
+            in the conv state's dtype. Any stride of the first dimension, contiguous behind it.
+        forest: topology of the round (its first R = len(path_len) requests).
+        path: [R, Dp] int32, node indices within the request, path[r, 0] = 0. path_len: [R] int32, 0: nothing is written for r.
+        src_slot: [groups, R] int32, the slot with the state before node 0.
+        dst_slot: [groups, R, 2] int32, dst_len: [R, 2] int32: the state after the first dst_len[r, j] path tokens (at most path_len)
+            goes to dst_slot[g, r, j]. Length 0 or slot <= 0 (vLLM's null block): skipped. A destination may be the source.
+        precision: a name of `precision.MODES`; the commit stays at tf32x3 unless another is named.
+
+    Two launches (states, conv states) for all layers, requests and heads. Raises ValueError on wrong shapes or dtypes.
+    """
+    heads, dim_v = layers.num_value_heads, layers.head_v_dim
+    per_node = {"p": (p, (heads,)), "k": (k, (layers.num_key_heads, layers.head_k_dim)), "u": (u, (heads, dim_v))}
+    check_commit(layers, x, path, path_len, src_slot, dst_slot, dst_len, **per_node)
+    tile = dim_v if INTERPRET else min(dim_v, 64)
+    grid = (heads * (dim_v // tile), path_len.shape[0], layers.num_layers)
+    commit_factor_kernel[grid](
+        layers.ssm_ptr,
+        layers.layer_group,
+        p,
+        k,
+        u,
+        forest.node_offset,
+        path,
+        path_len,
+        src_slot,
+        dst_slot,
+        dst_len,
+        p.stride(0),
+        k.stride(0),
+        u.stride(0),
+        path.stride(0),
+        *layers.ssm_stride,
+        HK=layers.num_key_heads,
+        HV=heads,
+        DK=layers.head_k_dim,
+        DV=dim_v,
+        BT=16,
+        BV=tile,
+        DTYPE=TL_DTYPE[layers.ssm_dtype],
+        ALIGN=layers.align_bytes,
+        PRECISION=resolve(precision).commit,
+        INTERPRET=INTERPRET,
+        num_warps=4,
+        num_stages=1,
+    )
+    commit_conv(layers, x, forest.node_offset, path, path_len, src_slot, dst_slot, dst_len)

@@ -1,0 +1,61 @@
+"""The scalar steps of the GDN input path, with the rounding points of vLLM's native decode.
+
+Shared by everything that has to reproduce a decode step (tree verification, replay on commit).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# width of GDN's causal convolution: 3 columns of history and the token itself
+CONV_WIDTH = 4
+# epsilon of the L2 norm of q and k
+NORM_EPS = 1e-6
+
+# decided when the kernels are decorated, as triton.jit itself does
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+def native_rounds_products(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether native decode rounds each product of the convolution to the activation dtype.
+
+    vLLM's Triton kernel multiplies 16-bit activations by weights of the same dtype, which gives a 16-bit product, and
+    adds it to an fp32 sum. Its C++ kernels for the CPU keep fp32 throughout.
+    """
+    return x.is_cuda and x.dtype == weight.dtype and x.dtype != torch.float32
+
+
+@triton.jit
+def round_to(b_x, dtype: tl.constexpr):
+    """fp32 to `dtype`, to nearest even. Triton's interpreter truncates to bf16, and stores do, too: round before a store."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        b_bits = b_x.to(tl.uint32, bitcast=True)
+        m_nan = (b_bits & 0x7FFFFFFF) > 0x7F800000
+        b_bits = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) >> 16
+        b_y = tl.where(m_nan, 0x7FC0, b_bits).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        b_y = b_x.to(dtype)
+    return b_y
+
+
+@triton.jit
+def add_tap(b_acc, b_x, b_w, ROUND: tl.constexpr):
+    """One tap of the convolution on an fp32 sum; exact fp32 product of 16-bit operands, rounded to their dtype if ROUND."""
+    b_product = b_x.to(tl.float32) * b_w.to(tl.float32)
+    if ROUND:
+        b_product = round_to(b_product, b_x.dtype).to(tl.float32)
+    return b_acc + b_product
+
+
+@triton.jit
+def silu(b_x):
+    return b_x / (1 + tl.exp(-b_x))
+
+
+@triton.jit
+def log_decay(b_a, b_neg_decay_rate, b_dt_bias):
+    """g = -exp(A_log) softplus(a + dt_bias), fp32; softplus is the identity above 20. `b_neg_decay_rate` is -exp(A_log)."""
+    b_z = b_a.to(tl.float32) + b_dt_bias
+    return b_neg_decay_rate * tl.where(b_z <= 20.0, tl.log(1.0 + tl.exp(b_z)), b_z)

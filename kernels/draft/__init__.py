@@ -1,0 +1,3 @@
+from .grow import Candidates, Tree, TreeShape, extend, select, start
+
+__all__ = ["Candidates", "Tree", "TreeShape", "extend", "select", "start"]

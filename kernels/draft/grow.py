@@ -1,0 +1,220 @@
+"""Growing a proposal tree depth by depth: a candidate table, a beam of frontier rows, and the final selection.
+
+Torch operations only, no host sync, static shapes: the whole of it can be captured in a CUDA graph.
+
+Candidate indices are static. Depth 1 holds the root's k children at 0..k-1; depth d >= 2 holds the k children of each of the w
+frontier rows of depth d-1, child j of row b at k + (d-2)*w*k + b*k + j. Frontier row 0 is always the spine (the top-1 child of the
+top-1 child ...), so the spine's candidates are the first of every depth.
+
+Scores: a step's log-probability is clamped to [-100, -1e-3], so that the cumulative one strictly decreases along a path. Every
+best-n selection is then closed under parents, also where tokens have probability 1 or 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+WORD_BITS = 32
+MIN_STEP_LOGPROB = -100.0
+MAX_STEP_LOGPROB = -1e-3
+# fp32 still resolves MAX_STEP_LOGPROB at MAX_DEPTH * MIN_STEP_LOGPROB
+MAX_DEPTH = 64
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """Static sizes of a proposal tree."""
+
+    # nodes of the tree, the root included (T)
+    num_nodes: int
+    # children drawn per expanded node (k)
+    topk: int
+    # depth of the spine; the root has depth 0 (D)
+    max_depth: int
+    # frontier rows run through the draft model per depth (w)
+    beam: int
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 2:
+            raise ValueError(f"a tree with drafts has at least 2 nodes, got num_nodes={self.num_nodes}")
+        if self.topk < 1:
+            raise ValueError(f"topk must be at least 1, got {self.topk}")
+        if not 1 <= self.max_depth <= min(MAX_DEPTH, self.num_nodes - 1):
+            raise ValueError(f"max_depth must be in 1..min({MAX_DEPTH}, num_nodes - 1), got {self.max_depth} with {self.num_nodes} nodes")
+        if not 1 <= self.beam <= self.topk:
+            raise ValueError(f"beam must be in 1..topk, got {self.beam} with topk={self.topk}")
+        if self.num_expanded > self.num_nodes - 1:
+            raise ValueError(f"{self.num_expanded} expanded rows do not fit in the {self.num_nodes - 1} scratch slots of the tree")
+
+    @classmethod
+    def plan(cls, num_nodes: int, topk: int, max_depth: int) -> TreeShape:
+        """The deepest and widest shape within `max_depth` and `topk` whose expanded rows fit in the tree's num_nodes - 1 slots."""
+        max_depth = min(max_depth, num_nodes - 1)
+        beam = min(topk, max(1, (num_nodes - 1) // max(1, max_depth - 1)))
+        return cls(num_nodes=num_nodes, topk=topk, max_depth=max_depth, beam=beam)
+
+    @property
+    def num_candidates(self) -> int:
+        """M: entries of the candidate table."""
+        return self.first_candidate(self.max_depth + 1)
+
+    @property
+    def num_expanded(self) -> int:
+        """E: frontier rows that run through the draft model after the root."""
+        return (self.max_depth - 1) * self.beam
+
+    @property
+    def num_words(self) -> int:
+        """Words of a bitmask over the expanded rows."""
+        return (max(self.num_expanded, 1) + WORD_BITS - 1) // WORD_BITS
+
+    @property
+    def num_selected(self) -> int:
+        """Nodes that `select` fills, the root included."""
+        return min(self.num_candidates, self.num_nodes - 1) + 1
+
+    def first_candidate(self, depth: int) -> int:
+        """Index of the first candidate of a depth (1-based): the spine's."""
+        return 0 if depth == 1 else self.topk + (depth - 2) * self.beam * self.topk
+
+
+@dataclass
+class Candidates:
+    """The candidate table of a batch while it grows; entries of depths not grown yet: token -1, parent -1, log-probability -inf."""
+
+    # [R, M] int64 token id
+    token: torch.Tensor
+    # [R, M] int64 candidate index of the parent, -1: the root
+    parent: torch.Tensor
+    # [R, M] fp32 cumulative log-probability, natural log
+    logprob: torch.Tensor
+    # [R, w] int64 candidate index of the current frontier rows; row 0 is the spine
+    frontier: torch.Tensor
+    # [R, w, num_words] int32 bit e % 32 of word e // 32 set: the frontier row may attend to expanded row e (its ancestors and
+    # itself); the row of depth d (1-based) and beam b has e = (d-1)*w + b
+    frontier_mask: torch.Tensor
+
+
+@dataclass
+class Tree:
+    """A batch's selected trees; entries from `num_nodes` on: token -1, parent 0, log-probability -inf."""
+
+    # [R, T] int32 token id; -1 at the root (its token is the pending one)
+    token: torch.Tensor
+    # [R, T] int32 parent node, -1 at the root
+    parent: torch.Tensor
+    # [R, T] fp32 cumulative log-probability, 0 at the root
+    logprob: torch.Tensor
+    # valid nodes, the root included; the same for every request
+    num_nodes: int
+
+
+def _top_children(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [..., V] -> tokens [..., k] int64 and clamped log-probabilities [..., k] fp32, best first.
+
+    A row without a proper distribution (NaN, +inf, all -inf) still gives k distinct tokens, at the lowest score.
+    """
+    if logits.shape[-1] < topk:
+        raise ValueError(f"topk={topk} distinct children cannot be drawn from a vocabulary of {logits.shape[-1]}")
+    token = logits.topk(topk, dim=-1).indices
+    logprob = torch.log_softmax(logits, dim=-1, dtype=torch.float32).gather(-1, token)
+    return token, logprob.nan_to_num(nan=MIN_STEP_LOGPROB).clamp(MIN_STEP_LOGPROB, MAX_STEP_LOGPROB)
+
+
+def _own_bits(depth: int, shape: TreeShape, device: torch.device) -> torch.Tensor:
+    """[w, num_words] int32: the bit of every frontier row of a depth; 0 at the last depth, whose rows are not expanded."""
+    row = torch.arange(shape.beam, device=device, dtype=torch.int32) + (depth - 1) * shape.beam
+    word = torch.arange(shape.num_words, device=device, dtype=torch.int32)
+    bit = torch.bitwise_left_shift(torch.ones_like(row), row % WORD_BITS)
+    own = (word[None, :] == (row // WORD_BITS)[:, None]) & (row < shape.num_expanded)[:, None]
+    return bit[:, None] * own
+
+
+def start(logits: torch.Tensor, shape: TreeShape) -> Candidates:
+    """The table after depth 1: the root's k best tokens; the frontier is the w best of them.
+
+    logits  [R, V] any float dtype: the draft distribution after the root
+
+    Raises ValueError if the vocabulary is smaller than k.
+    """
+    token, logprob = _top_children(logits, shape.topk)
+    num_requests, device = logits.shape[0], logits.device
+    table = (num_requests, shape.num_candidates)
+    candidates = Candidates(
+        token=torch.full(table, -1, dtype=torch.int64, device=device),
+        parent=torch.full(table, -1, dtype=torch.int64, device=device),
+        logprob=torch.full(table, float("-inf"), dtype=torch.float32, device=device),
+        frontier=torch.arange(shape.beam, device=device).expand(num_requests, -1).contiguous(),
+        frontier_mask=_own_bits(1, shape, device).expand(num_requests, -1, -1).contiguous(),
+    )
+    candidates.token[:, : shape.topk] = token
+    candidates.logprob[:, : shape.topk] = logprob
+    return candidates
+
+
+def extend(candidates: Candidates, logits: torch.Tensor, depth: int, shape: TreeShape) -> tuple[Candidates, torch.Tensor]:
+    """Add depth `depth` (2..D): the k children of every frontier row, and move the frontier to it.
+
+    logits  [R, w, V]: the draft distribution after every frontier row
+
+    New frontier: row 0 is the top-1 child of row 0 (the spine), the others are the best w-1 other children of this depth by
+    cumulative log-probability (ties: the lower candidate index).
+
+    Returns `candidates`, updated in place, and parent_row [R, w] int64: for every new frontier row the row (0..w-1) of the
+    previous frontier whose child it is. At depth D the new frontier is not expanded and has no bit of its own in the mask.
+    """
+    if not 2 <= depth <= shape.max_depth:
+        raise ValueError(f"depth must be in 2..{shape.max_depth}, got {depth}")
+    if logits.dim() != 3 or logits.shape[1] != shape.beam:
+        raise ValueError(f"logits must be [R, {shape.beam}, V], got {tuple(logits.shape)}")
+    num_requests, first, width = logits.shape[0], shape.first_candidate(depth), shape.beam * shape.topk
+    token, step = _top_children(logits, shape.topk)
+    # [R, w * k] cumulative log-probability of this depth's candidates
+    logprob = (candidates.logprob.gather(1, candidates.frontier)[:, :, None] + step).reshape(num_requests, width)
+    candidates.token[:, first : first + width] = token.reshape(num_requests, width)
+    candidates.parent[:, first : first + width] = candidates.frontier.repeat_interleave(shape.topk, dim=1)
+    candidates.logprob[:, first : first + width] = logprob
+
+    # child 0 is the spine's, kept whatever its score
+    others = logprob[:, 1:].argsort(dim=1, descending=True, stable=True)[:, : shape.beam - 1] + 1
+    child = torch.cat([torch.zeros_like(candidates.frontier[:, :1]), others], dim=1)
+    parent_row = child // shape.topk
+    ancestors = candidates.frontier_mask.gather(1, parent_row[:, :, None].expand(-1, -1, shape.num_words))
+    candidates.frontier = first + child
+    candidates.frontier_mask = ancestors | _own_bits(depth, shape, logits.device)
+    return candidates, parent_row
+
+
+def select(candidates: Candidates, shape: TreeShape) -> Tree:
+    """The tree: the root, the spine at nodes 1..D, then the best other candidates in the order of their indices.
+
+    Closed under parents, parents before children. The number of nodes is static: min(M, T - 1) + 1.
+    """
+    device, num_requests = candidates.token.device, candidates.token.shape[0]
+    num_drafts, num_others = shape.num_selected - 1, shape.num_selected - 1 - shape.max_depth
+    # [D] candidates of the spine: the first of every depth
+    depth = torch.arange(shape.max_depth, device=device)
+    spine = (shape.topk + (depth - 1) * shape.beam * shape.topk) * (depth > 0)
+    score = candidates.logprob.index_fill(1, spine, float("-inf"))
+    others = score.argsort(dim=1, descending=True, stable=True)[:, :num_others].sort(dim=1).values
+    # [R, num_drafts] node - 1 -> candidate
+    chosen = torch.cat([spine.expand(num_requests, -1), others], dim=1)
+    # [R, M + 1] candidate + 1 -> node; entry 0 is the root
+    node_of = torch.zeros(num_requests, shape.num_candidates + 1, dtype=torch.int32, device=device)
+    nodes = torch.arange(1, num_drafts + 1, dtype=torch.int32, device=device).expand(num_requests, -1)
+    node_of.scatter_(1, chosen + 1, nodes)
+
+    tree = Tree(
+        token=torch.full((num_requests, shape.num_nodes), -1, dtype=torch.int32, device=device),
+        parent=torch.zeros(num_requests, shape.num_nodes, dtype=torch.int32, device=device),
+        logprob=torch.full((num_requests, shape.num_nodes), float("-inf"), dtype=torch.float32, device=device),
+        num_nodes=shape.num_selected,
+    )
+    tree.parent[:, 0] = -1
+    tree.logprob[:, 0] = 0.0
+    tree.token[:, 1 : num_drafts + 1] = candidates.token.gather(1, chosen)
+    tree.parent[:, 1 : num_drafts + 1] = node_of.gather(1, candidates.parent.gather(1, chosen) + 1)
+    tree.logprob[:, 1 : num_drafts + 1] = candidates.logprob.gather(1, chosen)
+    return tree

@@ -1,0 +1,3 @@
+from .block_inverse import padded_nodes, tree_factors
+
+__all__ = ["padded_nodes", "tree_factors"]

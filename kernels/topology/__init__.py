@@ -1,0 +1,5 @@
+from .build import build_forest, tree_positions
+from .forest import Forest, num_mask_words
+from .integrity import check_integrity
+
+__all__ = ["Forest", "build_forest", "check_integrity", "num_mask_words", "tree_positions"]

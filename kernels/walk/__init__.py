@@ -1,0 +1,3 @@
+from .edge_walk import walk_tree
+
+__all__ = ["walk_tree"]
