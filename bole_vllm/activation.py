@@ -20,6 +20,7 @@ def activate() -> None:
         for architecture, class_name in ARCHITECTURES.items():
             _replaced_models[architecture] = ModelRegistry.models[architecture]
             ModelRegistry.models[architecture] = _lazy(class_name)
+        _forget_resolved_models()
     _register_attention()
     _register_layer()
 
@@ -33,12 +34,20 @@ def deactivate() -> None:
 
     ModelRegistry.models.update(_replaced_models)
     _replaced_models.clear()
+    _forget_resolved_models()
     op_registry_oot.pop(_LAYER, None)
     backend, _ = _attention_backend()
     backend.clear_override()
 
 
 _LAYER = "QwenGatedDeltaNetAttention"
+
+
+def _forget_resolved_models() -> None:
+    """vLLM caches which class an architecture resolved to."""
+    from vllm.model_executor.model_loader import utils
+
+    utils._MODEL_ARCH_BY_HASH.clear()
 
 
 def _lazy(class_name: str) -> object:

@@ -29,6 +29,8 @@ def prepare_process() -> None:
     if not interpreting():
         return
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+    # The interpreter's dots are NumPy products of small blocks: threads cost them more than they give.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _answer_for_vllm_metadata()
     _install_finder(_TorchvisionSchemas(), first=True)
 
@@ -37,8 +39,9 @@ def prepare_engine() -> None:
     """Work-arounds that need torch and vLLM; idempotent. Called from the plugin's entry point."""
     if not interpreting():
         return
-    from bole_vllm import cpu_kernels
+    from bole_vllm import cpu_kernels, interpreter
 
+    interpreter.speed_up()
     cpu_kernels.replace_kernels_the_interpreter_cannot_run()
 
 

@@ -89,10 +89,9 @@ def tree_attention_kernel(
     if INTERPRET:
         b_q = to_fp32(b_q, INTERPRET)
 
-    # keys after the prefix: the tree's width, or up to the tile's last row
-    n_tail = num_slots
-    if n_mask < 0:
-        n_tail = tl.minimum(n_rows, (i_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+    # keys after the prefix: up to the tile's last row, or the tree's width
+    n_causal = tl.minimum(n_rows, (i_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+    n_tail = tl.where(n_mask < 0, n_causal, num_slots)
     n_tiles = (n_prefix + n_tail + BLOCK_N - 1) // BLOCK_N
     n_full = n_prefix // BLOCK_N
     # tiles full_from..full_to lie in the prefix, tail_from..tail_to hold its rest and the keys after it
@@ -210,8 +209,9 @@ def _tile_sizes(num_lanes: int, dim: int, itemsize: int) -> tuple[int, int, int,
         return min(128, max(16, triton.next_power_of_2(num_lanes))), 256, 4, 1
     block_m = min(64, max(16, triton.next_power_of_2(num_lanes)))
     if itemsize == 4:
-        return min(32, block_m), 32, 4, 1
-    return block_m, 64 if dim >= 256 else 128, 8 if dim >= 256 else 4, 2
+        return 16, 16, 4, 1
+    # compiled for sm_90 these keep (nearly) everything in registers; BLOCK_N 128 spills
+    return block_m, 64, 8 if dim >= 256 or (dim == 128 and block_m == 64) else 4, 2
 
 
 def _num_splits(num_programs: int, max_keys: int, block_n: int, device: torch.device) -> int:

@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..precision import INTERPRET
+from ..precision import INTERPRET, device_function
 from .layers import TL_DTYPE, LayerTable, load_pointer
 
 
-@triton.jit
+@device_function
 def conv_window(p_conv, p_x, p_path, slot, num_tokens, node_start, o_c, o_w, m_w, m_c, stride_slot, stride_c, stride_w, C, COLUMNS):
     """[columns, channels] state after `num_tokens` path tokens."""
     # column w holds the input `num_tokens - COLUMNS + w` tokens into the path; negative: an old column
@@ -69,7 +69,9 @@ def commit_conv_kernel(
     m_0 = o_w < tl.where((dst0 > 0) & (len0 > 0), COLUMNS, 0)
     m_1 = o_w < tl.where((dst1 > 0) & (len1 > 0), COLUMNS, 0)
     b_0 = conv_window(p_conv, p_xl, p_path_r, src, len0, node_start, o_c, o_w, m_0, m_c, stride_slot, stride_c, stride_w, C, COLUMNS)
-    b_1 = conv_window(p_conv, p_xl, p_path_r, src, len1, node_start, o_c, o_w, m_1, m_c, stride_slot, stride_c, stride_w, C, COLUMNS)
+    b_1 = b_0
+    if (dst1 > 0) & (len1 > 0):
+        b_1 = conv_window(p_conv, p_xl, p_path_r, src, len1, node_start, o_c, o_w, m_1, m_c, stride_slot, stride_c, stride_w, C, COLUMNS)
     tl.debug_barrier()
     o_out = o_w[:, None] * stride_w + o_c[None, :] * stride_c
     tl.store(p_conv + dst0 * stride_slot + o_out, b_0, mask=m_0[:, None] & m_c[None, :])

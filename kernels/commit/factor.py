@@ -6,11 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..conv.pointwise import round_to
-from ..precision import DEFAULT, INTERPRET, dot, exp_non_positive, resolve, to_fp32
+from ..conv import pointwise
+from ..precision import DEFAULT, INTERPRET, device_function, dot, exp_non_positive, resolve, to_fp32
 from ..topology import Forest
 from .conv import commit_conv
 from .layers import TL_DTYPE, LayerTable, load_pointer
+
+round_to = device_function(pointwise.round_to)
 
 
 @triton.jit
@@ -140,7 +142,7 @@ def commit_factor(
     heads, dim_v = layers.num_value_heads, layers.head_v_dim
     per_node = {"p": (p, (heads,)), "k": (k, (layers.num_key_heads, layers.head_k_dim)), "u": (u, (heads, dim_v))}
     check_commit(layers, x, path, path_len, src_slot, dst_slot, dst_len, **per_node)
-    tile = dim_v if INTERPRET else min(dim_v, 64)
+    tile = dim_v if INTERPRET else min(dim_v, 32)
     grid = (heads * (dim_v // tile), path_len.shape[0], layers.num_layers)
     commit_factor_kernel[grid](
         layers.ssm_ptr,

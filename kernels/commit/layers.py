@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
+
+from ..precision import device_function
 
 TL_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@triton.jit
+@device_function
 def load_pointer(p_table, i_entry, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
     """Typed pointer number i_entry of an int64 table, its address a multiple of ALIGN bytes."""
     return tl.multiple_of(tl.load(p_table + i_entry).to(tl.pointer_type(DTYPE)), ALIGN)
@@ -86,7 +87,9 @@ class LayerTable:
         _, channels, columns = conv.shape
         key_channels = channels - num_value_heads * head_v_dim
         if key_channels <= 0 or key_channels % (2 * head_k_dim):
-            raise ValueError(f"{channels} conv channels do not fit {num_value_heads} value heads of {head_v_dim} and key heads of {head_k_dim}")
+            raise ValueError(
+                f"{channels} conv channels do not fit {num_value_heads} value heads of {head_v_dim} and key heads of {head_k_dim}"
+            )
         if weight is not None and tuple(weight.shape) != (channels, columns + 1):
             raise ValueError(f"conv_weights: expected {(channels, columns + 1)}, got {tuple(weight.shape)}")
         device = ssm.device

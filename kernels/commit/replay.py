@@ -10,29 +10,45 @@ import torch
 import triton
 import triton.language as tl
 
-from ..conv.pointwise import CONV_WIDTH, NORM_EPS, add_tap, round_to, silu
-from ..precision import INTERPRET, to_fp32
+from ..conv import pointwise
+from ..conv.pointwise import CONV_WIDTH, NORM_EPS
+from ..precision import INTERPRET, device_function, to_fp32
 from ..topology import Forest
 from .conv import commit_conv
 from .factor import check_commit
 from .layers import TL_DTYPE, LayerTable, load_pointer
 
+round_to, silu = device_function(pointwise.round_to), device_function(pointwise.silu)
 
-@triton.jit
-def load_weights(p_weight, o_c, stride_w, stride_tap):
-    """The four taps of channels o_c, oldest first."""
+
+@device_function
+def load_weights(p_weight, o_c, stride_w, stride_tap, INTERPRET: tl.constexpr):
+    """The four taps of channels o_c, oldest first, as fp32."""
     p_w = p_weight + o_c * stride_w
-    return tl.load(p_w), tl.load(p_w + stride_tap), tl.load(p_w + 2 * stride_tap), tl.load(p_w + 3 * stride_tap)
+    b_w0 = to_fp32(tl.load(p_w), INTERPRET)
+    b_w1 = to_fp32(tl.load(p_w + stride_tap), INTERPRET)
+    b_w2 = to_fp32(tl.load(p_w + 2 * stride_tap), INTERPRET)
+    b_w3 = to_fp32(tl.load(p_w + 3 * stride_tap), INTERPRET)
+    return b_w0, b_w1, b_w2, b_w3
 
 
-@triton.jit
-def conv_step(b_bias, b_x0, b_x1, b_x2, b_x3, b_w0, b_w1, b_w2, b_w3, ROUND: tl.constexpr, INTERPRET: tl.constexpr):
-    """Convolution output of one token, rounded to the activation dtype, as fp32; x0 the oldest input."""
-    b_acc = add_tap(b_bias, b_x0, b_w0, ROUND)
-    b_acc = add_tap(b_acc, b_x1, b_w1, ROUND)
-    b_acc = add_tap(b_acc, b_x2, b_w2, ROUND)
-    b_acc = add_tap(b_acc, b_x3, b_w3, ROUND)
-    return to_fp32(round_to(silu(b_acc), b_x3.dtype), INTERPRET)
+@device_function
+def add_tap(b_acc, b_x, b_w, DTYPE: tl.constexpr, ROUND: tl.constexpr, INTERPRET: tl.constexpr):
+    """One tap on an fp32 sum; the product rounded to DTYPE if ROUND, as a product of two blocks of that dtype is."""
+    b_y = b_x * b_w
+    if ROUND:
+        b_y = to_fp32(round_to(b_y, DTYPE), INTERPRET)
+    return b_acc + b_y
+
+
+@device_function
+def conv_step(b_bias, b_x0, b_x1, b_x2, b_x3, b_w0, b_w1, b_w2, b_w3, DTYPE: tl.constexpr, ROUND: tl.constexpr, INTERPRET: tl.constexpr):
+    """Convolution output of one token, rounded to the activation dtype DTYPE; all blocks fp32, x0 the oldest input."""
+    b_acc = add_tap(b_bias, b_x0, b_w0, DTYPE, ROUND, INTERPRET)
+    b_acc = add_tap(b_acc, b_x1, b_w1, DTYPE, ROUND, INTERPRET)
+    b_acc = add_tap(b_acc, b_x2, b_w2, DTYPE, ROUND, INTERPRET)
+    b_acc = add_tap(b_acc, b_x3, b_w3, DTYPE, ROUND, INTERPRET)
+    return to_fp32(round_to(silu(b_acc), DTYPE), INTERPRET)
 
 
 @triton.jit
@@ -99,21 +115,21 @@ def commit_replay_kernel(
     o_ck = (HK + i_hv // (HV // HK)) * DK + o_d
     o_cv = 2 * HK * DK + i_hv * DV + o_v
     p_weight = load_pointer(p_weight_table, i_l, WEIGHT_DTYPE, ALIGN)
-    b_wk0, b_wk1, b_wk2, b_wk3 = load_weights(p_weight, o_ck, stride_weight, stride_tap)
-    b_wv0, b_wv1, b_wv2, b_wv3 = load_weights(p_weight, o_cv, stride_weight, stride_tap)
-    b_bias_k = tl.zeros([DK], dtype=tl.float32)
-    b_bias_v = tl.zeros([BV], dtype=tl.float32)
+    b_wk0, b_wk1, b_wk2, b_wk3 = load_weights(p_weight, o_ck, stride_weight, stride_tap, INTERPRET)
+    b_wv0, b_wv1, b_wv2, b_wv3 = load_weights(p_weight, o_cv, stride_weight, stride_tap, INTERPRET)
+    b_bias_k = tl.full([DK], 0.0, tl.float32)
+    b_bias_v = tl.full([BV], 0.0, tl.float32)
     if HAS_BIAS:
         p_bias = load_pointer(p_bias_table, i_l, BIAS_DTYPE, ALIGN)
         b_bias_k += tl.load(p_bias + o_ck).to(tl.float32)
         b_bias_v += tl.load(p_bias + o_cv).to(tl.float32)
     p_conv = load_pointer(p_conv_table, i_l, CONV_DTYPE, ALIGN) + src * stride_conv_slot
-    b_k0 = tl.load(p_conv + o_ck * stride_conv_c)
-    b_k1 = tl.load(p_conv + o_ck * stride_conv_c + stride_conv_w)
-    b_k2 = tl.load(p_conv + o_ck * stride_conv_c + 2 * stride_conv_w)
-    b_v0 = tl.load(p_conv + o_cv * stride_conv_c)
-    b_v1 = tl.load(p_conv + o_cv * stride_conv_c + stride_conv_w)
-    b_v2 = tl.load(p_conv + o_cv * stride_conv_c + 2 * stride_conv_w)
+    b_k0 = to_fp32(tl.load(p_conv + o_ck * stride_conv_c), INTERPRET)
+    b_k1 = to_fp32(tl.load(p_conv + o_ck * stride_conv_c + stride_conv_w), INTERPRET)
+    b_k2 = to_fp32(tl.load(p_conv + o_ck * stride_conv_c + 2 * stride_conv_w), INTERPRET)
+    b_v0 = to_fp32(tl.load(p_conv + o_cv * stride_conv_c), INTERPRET)
+    b_v1 = to_fp32(tl.load(p_conv + o_cv * stride_conv_c + stride_conv_w), INTERPRET)
+    b_v2 = to_fp32(tl.load(p_conv + o_cv * stride_conv_c + 2 * stride_conv_w), INTERPRET)
     # [BV, DK], the tile and order of native decode
     p_state = load_pointer(p_ssm_table, i_l, DTYPE, ALIGN) + i_hv.to(tl.int64) * stride_head
     o_state = o_v[:, None] * stride_v + o_d[None, :] * stride_k
@@ -122,10 +138,10 @@ def commit_replay_kernel(
     for i_t in range(num_tokens):
         row = (node_start + tl.load(p_path + i_r * stride_path + i_t)).to(tl.int64)
         p_row = p_x + layer * stride_x_layer + row * (2 * HK * DK + HV * DV)
-        b_k3 = tl.load(p_row + o_ck)
-        b_v3 = tl.load(p_row + o_cv)
-        b_k = conv_step(b_bias_k, b_k0, b_k1, b_k2, b_k3, b_wk0, b_wk1, b_wk2, b_wk3, ROUND, INTERPRET)
-        b_v = conv_step(b_bias_v, b_v0, b_v1, b_v2, b_v3, b_wv0, b_wv1, b_wv2, b_wv3, ROUND, INTERPRET)
+        b_k3 = to_fp32(tl.load(p_row + o_ck), INTERPRET)
+        b_v3 = to_fp32(tl.load(p_row + o_cv), INTERPRET)
+        b_k = conv_step(b_bias_k, b_k0, b_k1, b_k2, b_k3, b_wk0, b_wk1, b_wk2, b_wk3, CONV_DTYPE, ROUND, INTERPRET)
+        b_v = conv_step(b_bias_v, b_v0, b_v1, b_v2, b_v3, b_wv0, b_wv1, b_wv2, b_wv3, CONV_DTYPE, ROUND, INTERPRET)
         b_k = b_k * tl.rsqrt(tl.sum(b_k * b_k) + eps)
         b_s = b_s * tl.exp(tl.load(p_g + layer * stride_g_layer + row * HV + i_hv))
         b_v = (b_v - tl.sum(b_s * b_k[None, :], 1)) * tl.load(p_beta + layer * stride_beta_layer + row * HV + i_hv)

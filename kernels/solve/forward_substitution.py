@@ -10,10 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..conv.pointwise import round_to
+from ..conv import pointwise
 from ..factors.block_inverse import BLOCKS, padded_nodes
-from ..precision import DEFAULT, INTERPRET, dot, is_finite, resolve, to_fp32
+from ..precision import DEFAULT, INTERPRET, device_function, dot, is_finite, resolve, to_fp32
 from ..topology import Forest
+
+round_to = device_function(pointwise.round_to)
 
 
 @triton.jit
@@ -66,7 +68,7 @@ def tree_solve_kernel(
     p_s = p_state + slot * stride_s_slot + i_hv.to(tl.int64) * stride_s_head
     b_s = tl.load(p_s + o_d[:, None] * stride_s_k + o_v[None, :] * stride_s_v).to(tl.float32)
 
-    for i_b in range(tl.cdiv(num_nodes, BT)):
+    for i_b in range((num_nodes + BT - 1) // BT):
         o_i = i_b * BT + o_t
         m_i = o_i < num_nodes
         o_node = (node_start + o_i).to(tl.int64)
@@ -81,7 +83,7 @@ def tree_solve_kernel(
         b_r = b_beta[:, None] * (b_v - b_decay[:, None] * dot(b_k, b_s, KEY_STATE))
         b_o = b_decay[:, None] * dot(b_q, b_s, QUERY_STATE)
         # A right operand is made finite first (0 * NaN would reach every row); b_bad counts a node's ancestors that were not.
-        b_bad = tl.zeros([BT, BV], dtype=tl.float32)
+        b_bad = tl.full([BT, BV], 0.0, tl.float32)
         for i_s in range(i_b):
             o_j = i_s * BT + o_t
             p_us = p_u + ((node_start + o_j).to(tl.int64) * HV + i_hv)[:, None] * DV + o_v[None, :]
@@ -126,7 +128,12 @@ def _check(q, k, v, beta, p, g, c, state, forest, out_o, out_u, block) -> None:
     t_pad = padded_nodes(forest.max_nodes, block)
     if block not in BLOCKS:
         raise ValueError(f"block must be one of {BLOCKS}, got {block}")
-    if num_value_heads % num_key_heads or head_k_dim & (head_k_dim - 1) or head_v_dim & (head_v_dim - 1) or min(head_k_dim, head_v_dim) < 16:
+    if (
+        num_value_heads % num_key_heads
+        or head_k_dim & (head_k_dim - 1)
+        or head_v_dim & (head_v_dim - 1)
+        or min(head_k_dim, head_v_dim) < 16
+    ):
         raise ValueError(f"unsupported heads: HK={num_key_heads}, HV={num_value_heads}, DK={head_k_dim}, DV={head_v_dim}")
     if tuple(state.shape[1:]) != (num_value_heads, head_k_dim, head_v_dim):
         raise ValueError(f"state: expected [slots, {num_value_heads}, {head_k_dim}, {head_v_dim}], got {tuple(state.shape)}")

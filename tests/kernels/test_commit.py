@@ -12,7 +12,7 @@ from bole_vllm.kernels.commit.naive import commit_replay as naive_replay
 from bole_vllm.kernels.conv import tree_conv
 from bole_vllm.kernels.solve.naive import tree_recurrence
 from conftest import make_forest, path_to, random_parents
-from test_solve import BOUND, integer_problem, make_problem, random_trees, relative
+from test_solve import BOUND, integer_problem, make_problem, relative
 
 
 @dataclass
@@ -58,7 +58,9 @@ def preserve(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
 
-def make_caches(seed, trees, device, layers=1, hk=1, group=2, dim=64, storage="vk", dtype=torch.float32, groups=None, bias=False, slots=9) -> Caches:
+def make_caches(
+    seed, trees, device, layers=1, hk=1, group=2, dim=64, storage="vk", dtype=torch.float32, groups=None, bias=False, slots=9
+) -> Caches:
     gen = torch.Generator().manual_seed(seed)
     hv = hk * group
     channels = (2 * hk + hv) * dim
@@ -155,7 +157,7 @@ def test_layers_groups_and_destinations(kind, storage, dtype, device):
 @pytest.mark.parametrize("in_place", [True, False])
 def test_conv_window(length, in_place, device):
     """Path lengths below, at and above the width; integers, so every column can be told apart."""
-    tree = [-1] + list(range(5)) + [0, 1]
+    tree = [-1, *list(range(5)), 0, 1]
     caches = make_caches(1, [tree], device, dtype=torch.bfloat16)
     caches.x[0, :8] = torch.arange(8, device=device)[:, None]
     caches.conv[0][:] = torch.tensor([-3.0, -2.0, -1.0], device=device)
@@ -195,7 +197,7 @@ def test_every_leaf_in_turn(exact, device):
 def test_long_path_crosses_tiles(device):
     """Paths longer than one product's 16 tokens, with strong decay on the way."""
     seed = 120
-    tree = [-1] + list(range(39))
+    tree = [-1, *list(range(39))]
     caches = make_caches(seed, [tree], device)
     caches.g[:, :40] = -0.01
     caches.g[:, 20] = -25.0
@@ -314,5 +316,3 @@ def test_empty_problem_writes_nothing(device):
     for kind in ("factor", "replay"):
         getattr(caches, kind)(make_forest([[], []], device, max_nodes=4), *args)
         assert_same(caches, before, bound=0 + 1e-300)
-
-

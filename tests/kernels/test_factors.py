@@ -75,7 +75,7 @@ def test_non_ancestors_change_no_bit(which, value, device):
 
 def test_inverse_of_equal_keys_is_exact(device):
     """G of a chain of equal keys is all ones below the diagonal; its inverse is bidiagonal."""
-    tree = [-1] + list(range(31))
+    tree = [-1, *list(range(31))]
     k = torch.zeros(32, 1, 64, device=device)
     k[:, 0, 3] = 1.0
     beta, p = torch.ones(32, 1, device=device), torch.zeros(32, 1, device=device)

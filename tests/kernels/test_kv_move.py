@@ -48,7 +48,7 @@ def check(make, groups, slots, forest, path, path_len, label=""):
 @pytest.mark.parametrize("path", [[0, 2, 3, 4], [0, 1, 3, 4, 7], [0, 5], [0, 2, 4, 6, 8, 10, 12, 14], [0, 3, 4, 5, 6, 7, 8, 9]], ids=str)
 def test_overlapping_ranges(device, path):
     """Targets of some rows are sources of others; consecutive slots."""
-    forest = make_forest([[-1] + list(range(15))], device)
+    forest = make_forest([[-1, *list(range(15))]], device)
     path, path_len = paths_tensor([path], device)
     slots = torch.arange(20, 36, device=device)[None]
     _, changed = check(lambda: make_caches(1, device), [0], slots, forest, path, path_len)

@@ -249,7 +249,7 @@ def test_nan_value_stays_in_its_column(device):
 @pytest.mark.parametrize("depth", [12, 20])
 def test_strong_decay(depth, device):
     """Log decay -20 per token on one branch, 0 on its siblings: a ratio of decay products is 0/0 there."""
-    tree = [-1] + [i for i in range(depth)] + [0, 0, depth - 1, depth - 2]
+    tree = [-1, *list(range(depth)), 0, 0, depth - 1, depth - 2]
     seed = 40 + depth
     problem = make_problem(seed, [tree], device)
     n = len(tree)
@@ -294,7 +294,7 @@ def test_path_equality(device):
         for leaf in (36, 35, 20):
             path = path_to(tree, leaf)
             arrays = {name: getattr(problem, name)[path] for name in ("q", "k", "v", "g", "beta")}
-            alone = Problem(trees=[[-1] + list(range(len(path) - 1))], state=problem.state, max_nodes=len(path), **arrays)
+            alone = Problem(trees=[[-1, *list(range(len(path) - 1))]], state=problem.state, max_nodes=len(path), **arrays)
             out, _, _, chain = alone.solve(precision="ieee")
             end = alone.per_node(out, chain)[-1]
             if exact:
@@ -328,7 +328,7 @@ def test_sibling_permutation(device):
 def test_repeated_keys_in_a_chain(device):
     """Equal keys, beta 1, no decay: powers of G hold binomials up to C(30, 15), the inverse only -1, 0 and 1."""
     seed = 80
-    tree = [-1] + list(range(31))
+    tree = [-1, *list(range(31))]
     problem = make_problem(seed, [tree], device)
     problem.k[:32] = problem.k[0]
     problem.g[:32], problem.beta[:32] = 0.0, 1.0
@@ -340,7 +340,7 @@ def test_repeated_keys_in_a_chain(device):
 def test_chain_against_flash_linear_attention(device):
     naive = pytest.importorskip("fla.ops.gated_delta_rule.naive")
     seed = 90
-    problem = make_problem(seed, [[-1] + list(range(19))], device, hk=2, group=1)
+    problem = make_problem(seed, [[-1, *list(range(19))]], device, hk=2, group=1)
     out, _, _, forest = problem.solve()
     q, k, v, g, beta = (getattr(problem, x)[None, :20] for x in ("q", "k", "v", "g", "beta"))
     want, _ = naive.naive_recurrent_gated_delta_rule(q, k, v, beta, g, scale=1.0, initial_state=problem.state[1][None])

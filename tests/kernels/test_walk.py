@@ -18,7 +18,7 @@ def random_trees(sizes: list[int], max_depth: int, seed: int) -> list[list[int]]
 def logits_offsets(trees, other_rows: dict[int, int], device) -> torch.Tensor:
     """Forest requests have a row per node, the others `other_rows[r]`."""
     rows = [len(t) or other_rows.get(r, 0) for r, t in enumerate(trees)]
-    return torch.tensor([0] + torch.tensor(rows).cumsum(0).tolist(), dtype=torch.int32, device=device)
+    return torch.tensor([0, *torch.tensor(rows).cumsum(0).tolist()], dtype=torch.int32, device=device)
 
 
 def run(sampled, logits_start, forest, acceptable=None):
