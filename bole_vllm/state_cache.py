@@ -13,9 +13,12 @@ from bole_vllm.kernels.topology import Forest
 
 
 
-def solve_block(tree_size: int) -> int:
-    """Rows per block of the closed form's triangular system."""
-    return 16 if tree_size <= 16 else 32
+def solve_block(tree_size: int, device: torch.device) -> int:
+    """Rows per block of the closed form's triangular system.
+
+    32 rows spill registers in the solve on a GPU; the interpreter pays per operation and wants few large blocks.
+    """
+    return 16 if tree_size <= 16 or device.type == "cuda" else 32
 
 
 @dataclass
@@ -44,7 +47,7 @@ class RoundFactors:
         first = layers[0]
         hk, hv = first.num_k_heads // first.tp_size, first.num_v_heads // first.tp_size
         dk, dv = first.head_k_dim, first.head_v_dim
-        block = solve_block(config.tree_size)
+        block = solve_block(config.tree_size, torch.device(device))
         padded = -(-config.tree_size // block) * block
         keep = len(layers)
         factor_layers, replay_layers = (keep, 1) if config.commit == "factor" else (1, keep)

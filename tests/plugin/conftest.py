@@ -1,7 +1,8 @@
 """Plugin tests configure real engines on the demo model; no weight is loaded."""
 
+from __future__ import annotations
+
 import os
-from pathlib import Path
 
 # Read when Triton and vLLM are first imported. A machine with a GPU runs the same tests on its own platform.
 if not os.path.exists("/dev/nvidiactl"):
@@ -10,15 +11,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="session")
-def demo_model() -> Path:
-    folder = ROOT / "examples" / "demo_model"
-    assert (folder / "config.json").exists(), f"no demo model in {folder}"
-    return folder
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,1 @@
+"""Runnable examples; `python -m examples.demo` is the one to start with."""

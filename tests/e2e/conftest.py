@@ -1,0 +1,60 @@
+"""Engines for the end-to-end tests: the real engine in this process, on the CPU path."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING"
+)
+
+import pytest
+from e2e_helpers import MODEL
+
+
+class Engines:
+    """Builds engines on demand and keeps the ones asked for with the same arguments."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, object] = {}
+
+    def tree(self, drafts: int = 7, bole: dict | None = None, limit: int | None = None, keep: bool = True, **kwargs):
+        """An engine that verifies trees of `drafts` + 1 nodes; `limit` drafts per step where given (0: trees of one node)."""
+        spec: dict = {"method": "mtp", "num_speculative_tokens": drafts}
+        if limit is not None:
+            spec["num_speculative_tokens_per_batch_size"] = [[1, kwargs.get("max_num_seqs", 4), limit]]
+        bole = {"debug": True, **(bole or {})}
+        return self._get(keep, speculative_config=spec, additional_config={"bole": bole}, **kwargs)
+
+    def one_node(self, **kwargs):
+        """Plain decoding through Bole's layers: every row a tree of one node."""
+        return self.tree(limit=0, **kwargs)
+
+    def stock(self, keep: bool = True, **kwargs):
+        """vLLM as it is without the `bole` key."""
+        return self._get(keep, **kwargs)
+
+    def _get(self, keep: bool, **kwargs):
+        from vllm import LLM
+
+        name = repr(sorted(kwargs.items()))
+        if name in self._kept:
+            return self._kept[name]
+        defaults = dict(enforce_eager=True, max_model_len=256, max_num_seqs=4, seed=0, disable_log_stats=False)
+        llm = LLM(MODEL, **{**defaults, **kwargs})
+        if keep:
+            self._kept[name] = llm
+        return llm
+
+    def close(self) -> None:
+        self._kept.clear()
+        gc.collect()
+
+
+@pytest.fixture(scope="session")
+def engines():
+    made = Engines()
+    yield made
+    made.close()

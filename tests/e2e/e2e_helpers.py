@@ -1,0 +1,107 @@
+"""Requests, references and scripted drafts for the end-to-end tests."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+MODEL = os.environ.get("BOLE_DEMO_MODEL", str(Path(__file__).resolve().parents[2] / "examples" / "demo_model"))
+VOCAB = 4096
+
+
+def text_tokens(index: int, length: int, start: int = 0) -> list[int]:
+    """`length` tokens of held-out prompt `index`."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(f"{MODEL}/tokenizer.json")
+    prompts = json.load(open(f"{MODEL}/val_prompts.json"))
+    ids: list[int] = []
+    while len(ids) < start + length:  # short prompts are continued with the next one
+        ids += tokenizer.encode(prompts[index % len(prompts)]).ids
+        index += 1
+    return ids[start : start + length]
+
+
+def params(max_tokens: int, temperature: float = 0.0, seed: int = 11, **kwargs):
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, **{"ignore_eos": True, **kwargs})
+
+
+def generate(llm, prompts: list[list[int]], sampling) -> list[list[int]]:
+    """Token ids per prompt; `sampling` is one SamplingParams or a list of them."""
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def runner(llm):
+    """The in-process model runner."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def stats(llm) -> dict:
+    return llm.collective_rpc("bole_stats")[0]
+
+
+@dataclass
+class Script:
+    """Replaces the drafter's trees by trees that hold a known continuation at a chosen leaf.
+
+    Everything else runs as it is: draft prefill, tree store, verification, walk, commit. `plan(round)` gives the tree of
+    a round of a request: (parents, winning leaf or None). The winning leaf's path holds the true next tokens, every
+    other node a token that is not the true one at its depth.
+    """
+
+    llm: object
+    sequences: list[list[int]]  # prompt + true continuation of every request
+    plan: object
+    rounds: dict[int, int] = field(default_factory=dict)
+
+    def __enter__(self) -> Script:
+        speculator = runner(self.llm).speculator
+        self._saved = speculator._grow
+        speculator._grow = self._grow
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        del runner(self.llm).speculator._grow
+
+    def _grow(self, shape, num_reqs, lengths, seq_lens_bound, skip_attn):
+        from bole_vllm.kernels.draft import Tree
+
+        token = torch.full((num_reqs, shape.num_nodes), -1, dtype=torch.int32)
+        parent = torch.zeros(num_reqs, shape.num_nodes, dtype=torch.int32)
+        parent[:, 0] = -1
+        logprob = torch.zeros(num_reqs, shape.num_nodes)
+        for r in range(num_reqs):
+            tokens, parents = self._tree_of(r, shape.num_nodes)
+            token[r, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+            parent[r, : len(parents)] = torch.tensor(parents, dtype=torch.int32)
+        return Tree(token, parent, logprob, shape.num_nodes)
+
+    def _tree_of(self, r: int, num_nodes: int) -> tuple[list[int], list[int]]:
+        run = runner(self.llm)
+        slot = int(run.speculator.idx_mapping[r])
+        total = int(run.req_states.total_len.gpu[slot])
+        seen = run.req_states.all_token_ids.gpu[slot, :total].tolist()
+        match = [i for i, s in enumerate(self.sequences) if s[:total] == seen]
+        future = self.sequences[match[0]][total:] if match else []
+        key = match[0] if match else -1
+        self.rounds[key] = self.rounds.get(key, -1) + 1
+        parents, leaf = self.plan(self.rounds[key])
+        winners = set()
+        while leaf is not None and leaf > 0:
+            winners.add(leaf)
+            leaf = parents[leaf]
+        depth = [0] * len(parents)
+        tokens = [-1] * len(parents)
+        for node in range(1, len(parents)):
+            depth[node] = depth[parents[node]] + 1
+            true = future[depth[node] - 1] if depth[node] <= len(future) else 0
+            wins = node in winners and depth[node] <= len(future)
+            tokens[node] = true if wins else (true + 1 + node) % VOCAB
+        return tokens[:num_nodes], parents[:num_nodes]
