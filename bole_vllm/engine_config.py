@@ -53,7 +53,9 @@ def prepare(vllm_config: VllmConfig) -> BoleConfig | None:
 def _is_draft_view(vllm_config: VllmConfig) -> bool:
     """The drafter's model is built under a copy of the engine's configuration, checked already."""
     speculative = vllm_config.speculative_config
-    return speculative is not None and vllm_config.model_config is speculative.draft_model_config
+    if speculative is None or speculative.draft_model_config is speculative.target_model_config:
+        return False  # drafters without a model of their own (ngram) name the target's
+    return vllm_config.model_config is speculative.draft_model_config
 
 
 def _check_method(vllm_config: VllmConfig) -> None:
@@ -127,7 +129,7 @@ def _check_features(vllm_config: VllmConfig) -> None:
         raise BoleConfigError("Bole does not support watermarking: remove the watermark config.")
     cache = vllm_config.cache_config
     if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
-        raise BoleConfigError(f"Bole's tree attention reads 16-bit KV caches; --kv-cache-dtype is {cache.cache_dtype!r}: set it to auto.")
+        raise BoleConfigError(f"Bole's tree attention reads KV caches in the model's dtype; --kv-cache-dtype is {cache.cache_dtype!r}: set it to auto.")
     if cache.mamba_cache_mode == "all":
         raise BoleConfigError("Bole supports --mamba-cache-mode align or none, not all.")
 
@@ -187,6 +189,7 @@ def _set_graphs(vllm_config: VllmConfig, config: BoleConfig) -> list[str]:
     compilation = vllm_config.compilation_config
     if current_platform.device_type == "cpu":
         compilation.mode = CompilationMode.NONE
+        vllm_config.model_config.enforce_eager = True
         return ["eager execution"]
     if vllm_config.model_config.enforce_eager or compilation.cudagraph_mode == CUDAGraphMode.NONE:
         return []

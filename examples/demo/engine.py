@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from examples.demo.arms import CHAIN, GREEDY, PHASES, PLAIN, SAMPLED, TREE, Arm, Phase, PhaseResult, Size
+from examples.demo.arms import PHASES, PLAIN, SAMPLED, TREE, Arm, Phase, PhaseResult, Size
 from examples.demo.prompts import choose
-from examples.demo.recorder import ForwardCounter, RoundRecorder
+from examples.demo.recorder import ForwardCounter, RoundRecorder, speculative_state
 
 
 def run(arm: Arm, model: Path, size: Size, out: Path) -> None:
@@ -39,8 +39,10 @@ def run(arm: Arm, model: Path, size: Size, out: Path) -> None:
     record: dict[str, Any] = {
         "phases": {name: asdict(result) for name, result in results.items()},
         "stats": llm.collective_rpc("bole_stats")[0] if arm.bole is not None else {},
+        **llm.collective_rpc(speculative_state)[0],
         "versions": versions(device),
     }
+
     if rounds and rounds.best:
         tokenizer = llm.get_tokenizer()
         record["round"] = {**rounds.best, "text": [tokenizer.decode([t]) if t >= 0 else "" for t in rounds.best["token"]],
@@ -51,7 +53,9 @@ def run(arm: Arm, model: Path, size: Size, out: Path) -> None:
     out.write_text(json.dumps(record))
 
 
-def _serve(llm, arm: Arm, phase: Phase, prompts, size: Size, counter: ForwardCounter, arrays: dict[str, np.ndarray], device: str) -> PhaseResult:
+def _serve(
+    llm, arm: Arm, phase: Phase, prompts, size: Size, counter: ForwardCounter, arrays: dict[str, np.ndarray], device: str
+) -> PhaseResult:
     """One generate() call; plain decoding also leaves its scores in `arrays`."""
     from vllm import SamplingParams
 
@@ -80,7 +84,7 @@ def _serve(llm, arm: Arm, phase: Phase, prompts, size: Size, counter: ForwardCou
 
         logits = np.stack([_logits(output.outputs[0].logprobs, llm.model_config.get_vocab_size()) for output in outputs])
         arrays[phase.name] = scores(logits, [len(ids) for ids in prompts], phase, device)
-        arrays[f"{phase.name}_top"] = np.abs(logits).max(axis=-1)
+        arrays[f"{phase.name}_top"] = logits.max(axis=-1)
     return PhaseResult(tokens, counter.forwards, round(seconds, 1), {name: after[name] - before[name] for name in after})
 
 

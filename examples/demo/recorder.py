@@ -5,6 +5,7 @@ It wraps two methods of the worker and only reads what they leave behind.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -77,3 +78,13 @@ class RoundRecorder:
     def _keep(self, tree: dict[str, Any]) -> None:
         if self.best is None or len(tree["path"]) > len(self.best["path"]):
             self.best = tree
+
+
+def speculative_state(worker) -> dict[str, int]:
+    """State blocks that vLLM sets aside per request for drafts, and the bytes of one state over all layers (without padding)."""
+    states = [(group.kv_cache_spec, len(group.layer_names)) for group in worker.model_runner.kv_cache_config.kv_cache_groups
+              if hasattr(group.kv_cache_spec, "num_speculative_blocks")]  # fmt: skip
+    num_bytes = [
+        layers * sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes)) for spec, layers in states
+    ]
+    return {"spec_blocks": max(spec.num_speculative_blocks for spec, _ in states), "state_bytes": sum(num_bytes)}

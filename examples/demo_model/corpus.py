@@ -18,12 +18,11 @@ HELD_OUT_PERCENT = 2
 FILE_BYTES = range(256, 512 * 1024)  # sizes taken; larger files are mostly tables
 TOKENIZER_BYTES = 24 * 1024 * 1024  # the tokenizer is trained on about this much of the text
 # Held-out prompts are quoted in this repository: standard library and packages under BSD, MIT or Apache licences only.
-QUOTED = frozenset(
-    """
+PERMISSIVE = """
     stdlib _pytest accelerate aiohttp botorch click cupy diffrax equinox flax gpytorch jax jinja2 matplotlib mpmath networkx numba numpy
     optax packaging pandas pip pygments requests rich scipy seaborn setuptools skimage sklearn statsmodels sympy torch transformers urllib3
-""".split()
-)
+"""
+QUOTED = frozenset(PERMISSIVE.split())
 
 
 class Source(NamedTuple):

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from model import CHUNK, DemoModel
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
-
-from model import CHUNK, DemoModel
 
 TOP = (1, 2, 4, 8)
 DEPTH = 4  # drafted tokens measured

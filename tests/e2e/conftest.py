@@ -15,41 +15,48 @@ from e2e_helpers import MODEL
 
 
 class Engines:
-    """Builds engines on demand and keeps the ones asked for with the same arguments."""
+    """Builds engines on demand; one asked for with the same arguments is the same engine unless `fresh`.
+
+    All stay alive until the session ends: an engine that goes takes the process's distributed groups with it.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, object] = {}
+        self._fresh: list[object] = []
 
-    def tree(self, drafts: int = 7, bole: dict | None = None, limit: int | None = None, keep: bool = True, **kwargs):
+    def tree(self, drafts: int = 7, bole: dict | None = None, limit: int | None = None, fresh: bool = False, **kwargs):
         """An engine that verifies trees of `drafts` + 1 nodes; `limit` drafts per step where given (0: trees of one node)."""
         spec: dict = {"method": "mtp", "num_speculative_tokens": drafts}
         if limit is not None:
             spec["num_speculative_tokens_per_batch_size"] = [[1, kwargs.get("max_num_seqs", 4), limit]]
         bole = {"debug": True, **(bole or {})}
-        return self._get(keep, speculative_config=spec, additional_config={"bole": bole}, **kwargs)
+        return self._get(fresh, speculative_config=spec, additional_config={"bole": bole}, **kwargs)
 
     def one_node(self, **kwargs):
         """Plain decoding through Bole's layers: every row a tree of one node."""
         return self.tree(limit=0, **kwargs)
 
-    def stock(self, keep: bool = True, **kwargs):
+    def stock(self, fresh: bool = False, **kwargs):
         """vLLM as it is without the `bole` key."""
-        return self._get(keep, **kwargs)
+        return self._get(fresh, **kwargs)
 
-    def _get(self, keep: bool, **kwargs):
+    def _get(self, fresh: bool, **kwargs):
         from vllm import LLM
 
         name = repr(sorted(kwargs.items()))
-        if name in self._kept:
+        if name in self._kept and not fresh:
             return self._kept[name]
         defaults = dict(enforce_eager=True, max_model_len=256, max_num_seqs=4, seed=0, disable_log_stats=False)
         llm = LLM(MODEL, **{**defaults, **kwargs})
-        if keep:
+        if fresh:
+            self._fresh.append(llm)
+        else:
             self._kept[name] = llm
         return llm
 
     def close(self) -> None:
         self._kept.clear()
+        self._fresh.clear()
         gc.collect()
 
 

@@ -67,12 +67,14 @@ def test_abort_leaves_the_others_alone(engines, prompts, greedy):
 
 def test_bad_request_does_not_harm_the_batch(engines, prompts, greedy):
     """Requests that cannot work are refused alone, with an error; the running ones go on."""
+    from vllm.exceptions import VLLMValidationError
+
     engine = engines.tree().llm_engine
     engine.add_request("good", {"prompt_token_ids": prompts[0]}, params(16))
     engine.step()
-    with pytest.raises(ValueError, match="maximum context length"):
+    with pytest.raises(VLLMValidationError, match="maximum context length"):
         engine.add_request("long", {"prompt_token_ids": [5] * 1000}, params(4))
-    with pytest.raises(ValueError, match="out of vocabulary"):
+    with pytest.raises(VLLMValidationError, match="out of vocabulary"):
         engine.add_request("vocabulary", {"prompt_token_ids": [10**6]}, params(4))
     done = {}
     while engine.has_unfinished_requests():
@@ -102,7 +104,7 @@ def test_stop_token_inside_the_accepted_path(engines, prompts, greedy):
 
 def test_counters(engines, prompts, greedy):
     """vLLM's speculative-decoding counters: drafted, accepted, and accepted per position = depth."""
-    llm = engines.tree(keep=False, max_num_seqs=3)  # the newest engine of a process owns the process's counters
+    llm = engines.tree(fresh=True, max_num_seqs=3)  # the newest engine of a process owns the process's counters
 
     def counters() -> dict[str, list[int]]:
         return {m.name: [m.value] if hasattr(m, "value") else list(m.values) for m in llm.get_metrics() if "spec_decode" in m.name}
