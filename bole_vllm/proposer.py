@@ -30,6 +30,8 @@ class TreeSpeculator(MTPSpeculator):
     def __init__(self, vllm_config, device) -> None:
         super().__init__(vllm_config, device)
         self.bole = BoleConfig.from_vllm(vllm_config)
+        # set with the KV cache; None while vLLM profiles memory
+        self.model_state = None
         # set by sample_draft during the draft prefill: [R, vocab] logits after the pending token
         self._root_logits: torch.Tensor | None = None
 
@@ -58,7 +60,8 @@ class TreeSpeculator(MTPSpeculator):
             is_profile, num_speculative_tokens=min(wanted, 1),
         )  # fmt: skip
         if wanted == 0:
-            self.model_state.trees.num_nodes[self.idx_mapping[:num_reqs]] = 1
+            if self.model_state is not None:
+                self.model_state.trees.num_nodes[self.idx_mapping[:num_reqs]] = 1
             return self.draft_tokens[:num_reqs].fill_(-1)
         shape = TreeShape.plan(wanted + 1, self.bole.topk, self.bole.max_depth)
         # tokens processed by the target once this round is committed
@@ -177,7 +180,8 @@ class TreeSpeculator(MTPSpeculator):
         slots = self.idx_mapping[:num_reqs]
         # A request still in its prompt drafted from a row that means nothing.
         num_nodes = torch.where(num_sampled > 0, tree.num_nodes, 1)
-        self.model_state.trees.write(slots, tree.token, tree.parent, tree.logprob, num_nodes.to(torch.int32))
+        if self.model_state is not None:
+            self.model_state.trees.write(slots, tree.token, tree.parent, tree.logprob, num_nodes.to(torch.int32))
         drafts = self.draft_tokens[:num_reqs]
         drafts.fill_(-1)
         drafts[:, : tree.token.shape[1] - 1] = tree.token[:, 1:]

@@ -57,6 +57,11 @@ def bf16_ulp(value: float) -> float:
     return float(np.ldexp(1.0, int(np.frexp(abs(value))[1]) - 1 - BF16_FRACTION_BITS))
 
 
+def distance(scores: np.ndarray, top_logit: float, token: int, other: int) -> float:
+    """How far `token` is above `other` by one position's scores [vocab], in ulps of its top logit."""
+    return (float(scores[token]) - float(scores[other])) / bf16_ulp(float(top_logit))
+
+
 def partings(stock: Sequence[Sequence[int]], other: Sequence[Sequence[int]], scores: np.ndarray, top_logit: np.ndarray) -> list[Parting]:
     """Every prompt's first difference from plain decoding.
 
@@ -74,7 +79,8 @@ def partings(stock: Sequence[Sequence[int]], other: Sequence[Sequence[int]], sco
             raise ValueError(f"Prompt {prompt}: {len(stock[prompt])} against {len(other[prompt])} tokens; one run stopped early.")
         mine, theirs = stock[prompt][position], other[prompt][position]
         gap = float(scores[prompt, position, mine]) - float(scores[prompt, position, theirs])
-        found.append(Parting(prompt, position, mine, theirs, gap, gap / bf16_ulp(float(top_logit[prompt, position]))))
+        ulps = distance(scores[prompt, position], top_logit[prompt, position], mine, theirs)
+        found.append(Parting(prompt, position, mine, theirs, gap, ulps))
     return found
 
 
@@ -94,3 +100,10 @@ def check_scores(tokens: Sequence[Sequence[int]], scores: np.ndarray, tolerance:
 def mean_accepted(drafts: float, accepted: float) -> float:
     """Tokens per round: the accepted drafts and the bonus token."""
     return 1.0 + accepted / drafts if drafts else 1.0
+
+
+def distinct_share(tokens: Sequence[Sequence[int]], length: int = 4) -> float:
+    """Share of distinct n-grams within each text, over all texts: near 0 where texts repeat themselves, which flatters every drafter."""
+    grams = [[tuple(row[start : start + length]) for start in range(len(row) - length + 1)] for row in tokens]
+    total = sum(len(row) for row in grams)
+    return sum(len(set(row)) for row in grams) / total if total else 1.0

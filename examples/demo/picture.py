@@ -18,26 +18,25 @@ def draw(tree: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    places = layout(tree["parent"], [token >= 0 for token in tree["token"]])
+    num_nodes, last = len(tree["parent"]), tree["path"][-1]
+    # The bonus token is drawn as one more child of the path's last node.
+    parent = [*tree["parent"], last]
+    places = layout(parent, [token >= 0 for token in tree["token"]] + [True])
     depth = max(x for x, _ in places.values())
     height = max(y for _, y in places.values()) + 1
-    figure, axes = pyplot.subplots(figsize=(1.75 * (depth + 2), 0.52 * height + 1.4))
-    spine = spine_of(tree["parent"])
-    accepted = set(tree["path"])
-    for node, (x, y) in places.items():
+    figure, axes = pyplot.subplots(figsize=(1.75 * (depth + 1), 0.52 * height + 1.4))
+    spine, accepted = spine_of(tree["parent"]), set(tree["path"])
+    colours = {node: BONUS if node == num_nodes else ACCEPTED if node in accepted else SPINE if node in spine else OTHER for node in places}
+    for node, place in places.items():
         if node:
-            _edge(axes, places[tree["parent"][node]], (x, y), node in accepted)
-    for node, (x, y) in places.items():
-        colour = ACCEPTED if node in accepted else SPINE if node in spine else OTHER
-        probability = "" if node == 0 else f"{math.exp(tree['logprob'][node]):.2f}"
-        _node(axes, x, y, tree["text"][node], colour, probability)
-    last = places[tree["path"][-1]]
-    place = (last[0] + 1, last[1])
-    if place in places.values():  # the accepted path ends at an inner node
-        place = (depth + 1, height)
-    _edge(axes, last, place, True, BONUS)
-    _node(axes, *place, tree["bonus_text"], BONUS, "bonus")
-    _finish(axes, depth, max(height, place[1] + 1), len(places), len(tree["path"]) - 1)
+            _edge(axes, places[parent[node]], place, colours[node])
+    for node, place in places.items():
+        if node == num_nodes:
+            _node(axes, *place, tree["bonus_text"], BONUS, "bonus")
+        else:
+            probability = f"{math.exp(tree['logprob'][node]):.2g}" if node else ""
+            _node(axes, *place, tree["text"][node], colours[node], probability)
+    _finish(axes, depth, height, len(places) - 1, len(tree["path"]) - 1)
     figure.savefig(path, dpi=130, bbox_inches="tight")
     pyplot.close(figure)
 
@@ -86,23 +85,23 @@ def _node(axes, x: float, y: float, text: str, colour: str, note: str) -> None:
     axes.text(x, y + 0.42, note, ha="center", va="center", fontsize=6.5, color=colour, zorder=3)
 
 
-def _edge(axes, start: tuple[float, float], end: tuple[float, float], accepted: bool, colour: str = ACCEPTED) -> None:
+def _edge(axes, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
     (x0, y0), (x1, y1) = start, end
     bend = (x0 + x1) / 2
-    line = {"color": colour, "linewidth": 3.0, "zorder": 2} if accepted else {"color": "#c4c4c4", "linewidth": 1.0, "zorder": 1}
-    if colour == BONUS:
-        line["linestyle"] = "--"
-    axes.plot([x0, bend, bend, x1], [y0, y0, y1, y1], solid_joinstyle="round", **line)
+    kept = colour in (ACCEPTED, BONUS)
+    line = {"color": colour, "linewidth": 3.0, "zorder": 2} if kept else {"color": "#c4c4c4", "linewidth": 1.0, "zorder": 1}
+    axes.plot([x0, bend, bend, x1], [y0, y0, y1, y1], linestyle="--" if colour == BONUS else "-", **line)
 
 
 def _finish(axes, depth: float, height: float, num_nodes: int, num_accepted: int) -> None:
     from matplotlib.patches import Patch
 
-    axes.set_xlim(-0.6, depth + 1.6)
+    axes.set_xlim(-0.6, depth + 0.6)
     axes.set_ylim(height - 0.2, -0.9)
     axes.set_axis_off()
-    axes.set_title(f"One round: {num_nodes} nodes verified in one target forward, {num_accepted} drafts accepted and one bonus token",
-                   fontsize=12)  # fmt: skip
+    axes.set_title(f"One round: {num_nodes} nodes verified in one target forward, {num_accepted} drafts accepted and one bonus token\n"
+                   "(below a node: the drafter's probability of the path to it)",
+                   fontsize=11)  # fmt: skip
     names = {
         ACCEPTED: "accepted path (from the pending token)",
         SPINE: "rest of the top-1 chain",
@@ -111,4 +110,3 @@ def _finish(axes, depth: float, height: float, num_nodes: int, num_accepted: int
     }
     handles = [Patch(facecolor=FILL[colour], edgecolor=colour, label=name) for colour, name in names.items()]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncol=4, frameon=False, fontsize=9)
-    axes.text(-0.5, height - 0.35, "small numbers: the drafter's probability of the path to a node", fontsize=8, color="#555555")

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from examples.demo.arms import ARMS, CHAIN, GREEDY, ONE_NODE, PHASES, PLAIN, SAMPLED, TREE, Phase
-from examples.demo.compare import MAX_ULPS, Parting, check_scores, differences, mean_accepted, partings
+from examples.demo.compare import MAX_ULPS, Parting, check_scores, differences, distance, distinct_share, mean_accepted, partings
 
 MAT_MARKS = {GREEDY.name: 1.15, SAMPLED.name: 1.25}  # the tree's mean accepted tokens over the chain's
 
@@ -48,9 +48,28 @@ class Report:
         for phase in PHASES:
             check_scores(records.tokens(PLAIN.name, phase), records.scores[phase.name])
         # The tree against plain decoding through the same layers: not one token may differ.
-        self.changed = {p.name: differences(records.tokens(TREE.name, p), records.tokens(ONE_NODE.name, p)) for p in PHASES}
+        self.changed = {p.name: self._changed(p) for p in PHASES}
         # The tree against stock vLLM's layers, which round in other places: only ties may differ.
         self.ties = {p.name: records.partings(TREE.name, p) for p in PHASES}
+
+    def _changed(self, phase: Phase) -> list[dict[str, Any]]:
+        """Where the tree's tokens are not those of trees of one node.
+
+        `ulps` says how close the call was, for whoever looks for the reason; None where plain decoding had written another text by then.
+        """
+        records = self.records
+        stock, one_node, tree = (records.tokens(arm.name, phase) for arm in (PLAIN, ONE_NODE, TREE))
+        found = []
+        for place in differences(one_node, tree):
+            prompt, position = place["prompt"], place["position"]
+            ulps = None
+            if stock[prompt][:position] == one_node[prompt][:position]:
+                scores, top = records.scores[phase.name], records.scores[f"{phase.name}_top"]
+                ulps = round(
+                    distance(scores[prompt, position], top[prompt, position], one_node[prompt][position], tree[prompt][position]), 3
+                )
+            found.append({**place, "ulps": ulps})
+        return found
 
     def as_json(self) -> dict[str, Any]:
         """The last line of the demo."""
@@ -68,6 +87,7 @@ class Report:
             "chain_mat": records.mat(CHAIN.name, GREEDY),
             "sampled_mat": records.mat(TREE.name, SAMPLED),
             "sampled_chain_mat": records.mat(CHAIN.name, SAMPLED),
+            "distinct_4grams": {p.name: round(distinct_share(records.tokens(PLAIN.name, p)), 3) for p in PHASES},
             "target_forwards": records.forwards(TREE.name, GREEDY),
             "ar_forwards": records.forwards(PLAIN.name, GREEDY),
             "nodes_per_step": round(tree["stats"]["nodes_per_step"], 1),
@@ -88,7 +108,8 @@ class Report:
         found = []
         for phase in PHASES:
             for place in self.changed[phase.name]:
-                found.append(f"{phase.name}: the tree changed a token: prompt {place['prompt']}, position {place['position']}.")
+                where = "prompt {prompt}, position {position} ({ulps} ulps)".format(**place)
+                found.append(f"{phase.name}: the tree changed a token: {where}.")
             for tie in self.ties[phase.name]:
                 if not tie.is_tie:
                     found.append(f"{phase.name}: parts from stock vLLM by {tie.ulps:.1f} ulps, more than a tie ({MAX_ULPS:g}): {tie}.")

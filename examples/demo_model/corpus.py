@@ -55,11 +55,11 @@ def default_roots() -> list[Path]:
 
 def relative_name(path: Path, root: Path) -> str:
     """Name of a file that does not depend on where packages are installed; standard library files begin with 'stdlib/'."""
-    parts = path.relative_to(root).parts
     for folder in ("site-packages", "dist-packages"):
-        if folder in parts:
-            return "/".join(parts[parts.index(folder) + 1 :])
-    return "/".join(parts if root.name in ("site-packages", "dist-packages") else ("stdlib", *parts))
+        if folder in path.parts:
+            return "/".join(path.parts[path.parts.index(folder) + 1 :])
+    first = "stdlib" if root == Path(sysconfig.get_paths()["stdlib"]) else root.name
+    return "/".join((first, *path.relative_to(root).parts))
 
 
 def read_source(path: Path) -> str | None:

@@ -17,9 +17,10 @@ from pathlib import Path
 import corpus
 import torch
 import torch.nn.functional as F
-from evaluate import DEPTH, evaluate, windows
+from evaluate import DEPTH, evaluate, load, windows
 from model import CONFIG, MLP, Attention, DemoModel, GatedDeltaNet, RMSNorm
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 MUON_RATE, ADAM_RATE = 0.02, 0.003
@@ -111,8 +112,8 @@ class Trainer:
     """The network, its data and the two training losses."""
 
     def __init__(self, stream: Tensor, args: argparse.Namespace):
-        self.net = DemoModel().to(args.device)
-        self.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+        self.net = (load(args.init) if args.init else DemoModel()).to(args.device)
+        self.dtype, self.rate = torch.bfloat16, args.rate
         self.data = {1: batches(stream, args.batch, args.length), 2: batches(stream, args.batch // 2, args.length)}
         self.soft_loss, self.next_token_loss = soft_loss, next_token_loss
         self.steps, self.tokens = [0, 0], 0
@@ -167,8 +168,9 @@ class Trainer:
             target, drafter = loss_of(tokens)
             (target + drafter).backward()
             if stage == 1:
-                optimizers[self.net.model].step(rate_at(progress, 0.4))
-            optimizers[self.net.mtp].step(min(1.0, progress / 0.02 + 0.01) if stage == 1 else rate_at(0.02 + 0.98 * progress, 0.2))
+                optimizers[self.net.model].step(self.rate * rate_at(progress, 0.4))
+            drafter_rate = min(1.0, progress / 0.02 + 0.01) if stage == 1 else rate_at(0.02 + 0.98 * progress, 0.2)
+            optimizers[self.net.mtp].step(self.rate * drafter_rate)
             self.steps[stage - 1] += 1
             self.tokens += tokens.numel()
             if now - reported > 5 or self.steps[stage - 1] <= 2:
@@ -185,10 +187,13 @@ def save(net: DemoModel, folder: Path) -> None:
 
 
 def prepare(args: argparse.Namespace) -> tuple[Tensor, Tensor, dict]:
-    """Train the tokenizer, write it and the prompts; returns (training stream, held-out stream, figures)."""
+    """Train the tokenizer (or take that of --init), write it and the prompts; returns (training stream, held-out stream, figures)."""
     excluded = [text for path in args.exclude for text in json.loads(path.read_text())]
     training, held_out = corpus.split(corpus.find_sources(args.source), excluded)
-    tokenizer = corpus.train_tokenizer(training, CONFIG["vocab_size"])
+    if args.init:
+        tokenizer = Tokenizer.from_file(str(args.init / "tokenizer.json"))
+    else:
+        tokenizer = corpus.train_tokenizer(training, CONFIG["vocab_size"])
     corpus.save_tokenizer(tokenizer, args.out, CONFIG["max_position_embeddings"])
     prompts = corpus.choose_prompts(held_out)
     (args.out / "val_prompts.json").write_text(json.dumps(prompts, indent=0) + "\n")
@@ -208,6 +213,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", nargs="+", type=Path, metavar="DIR", default=corpus.default_roots(), help="folders of Python files")
     parser.add_argument("--exclude", nargs="*", type=Path, metavar="FILE", default=[], help="JSON lists of texts: leave out files with one")
+    parser.add_argument("--init", type=Path, metavar="FOLDER", help="checkpoint to go on from, with its tokenizer")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor on every learning rate (less when going on from a checkpoint)")
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder to write (default: demo-out)")
     parser.add_argument("--seconds", type=float, default=300, help="training time, without data preparation and compilation")
     parser.add_argument("--batch", type=int, default=64, help="sequences in a step of stage 1")
