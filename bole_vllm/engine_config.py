@@ -45,8 +45,15 @@ def prepare(vllm_config: VllmConfig) -> BoleConfig | None:
     changes += _set_token_budget(vllm_config, config)
     changes += _set_graphs(vllm_config, config)
     changes += _set_attention_backend(vllm_config)
-    logger.info("Bole: trees of %d nodes (topk %d, depth %d, commit %s, %s); set %s.",
-                config.tree_size, config.topk, config.max_depth, config.commit, config.precision, ", ".join(changes))
+    logger.info(
+        "Bole: trees of %d nodes (topk %d, depth %d, commit %s, %s); set %s.",
+        config.tree_size,
+        config.topk,
+        config.max_depth,
+        config.commit,
+        config.precision,
+        ", ".join(changes),
+    )
     return config
 
 
@@ -82,7 +89,7 @@ def _check_model(vllm_config: VllmConfig) -> None:
         )
     text = model.hf_text_config
     if "linear_attention" not in (getattr(text, "layer_types", None) or []):
-        raise BoleConfigError("This model has no Gated DeltaNet layers (layer_types has no linear_attention): remove \"bole\".")
+        raise BoleConfigError('This model has no Gated DeltaNet layers (layer_types has no linear_attention): remove "bole".')
     num_mtp = getattr(text, "mtp_num_hidden_layers", None) or getattr(text, "num_nextn_predict_layers", None) or 0
     if num_mtp < 1 and "Next" not in architecture:
         raise BoleConfigError(
@@ -104,7 +111,9 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
         ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
     ):
         if getattr(parallel, name, 1) > 1:
-            raise BoleConfigError(f"Bole does not support {option} {getattr(parallel, name)}: set it to 1 (use tensor parallelism instead).")
+            raise BoleConfigError(
+                f"Bole does not support {option} {getattr(parallel, name)}: set it to 1 (use tensor parallelism instead)."
+            )
     if getattr(parallel, "enable_batch_sharded_sampling", False):
         raise BoleConfigError("Bole walks each tree on every rank: remove --enable-batch-sharded-sampling.")
     if getattr(parallel, "enable_dbo", False):
@@ -129,7 +138,9 @@ def _check_features(vllm_config: VllmConfig) -> None:
         raise BoleConfigError("Bole does not support watermarking: remove the watermark config.")
     cache = vllm_config.cache_config
     if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
-        raise BoleConfigError(f"Bole's tree attention reads KV caches in the model's dtype; --kv-cache-dtype is {cache.cache_dtype!r}: set it to auto.")
+        raise BoleConfigError(
+            f"Bole's tree attention reads KV caches in the model's dtype; --kv-cache-dtype is {cache.cache_dtype!r}: set it to auto."
+        )
     if cache.mamba_cache_mode == "all":
         raise BoleConfigError("Bole supports --mamba-cache-mode align or none, not all.")
 

@@ -39,8 +39,6 @@ class TreeStore:
         self.logprob[slots, :width] = logprob
         self.num_nodes[slots] = num_nodes
 
-    def build(
-        self, forest: Forest, slots: torch.Tensor, is_tree: torch.Tensor, query_start: torch.Tensor, input_ids: torch.Tensor
-    ) -> None:
+    def build(self, forest: Forest, slots: torch.Tensor, is_tree: torch.Tensor, query_start: torch.Tensor, input_ids: torch.Tensor) -> None:
         """Fill `forest` in place for a batch. slots [R], is_tree [R] bool, query_start [R + 1], input_ids [token rows]."""
         build_forest(forest, self.parent, self.token, self.logprob, self.num_nodes, slots, is_tree, query_start, input_ids)

@@ -164,9 +164,7 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         forest, slot, keep = metadata.forest, metadata.state_slot, self.factors
         conv_state, ssm_state = self.state_views()
         heads = (self.num_k_heads // self.tp_size, self.head_k_dim, self.num_v_heads // self.tp_size, self.head_v_dim)
-        tree_conv(
-            mixed_qkv, self.conv_weight(), self.conv1d.bias, conv_state, slot, forest, *heads, keep.q, keep.k, keep.v, keep.x
-        )
+        tree_conv(mixed_qkv, self.conv_weight(), self.conv1d.bias, conv_state, slot, forest, *heads, keep.q, keep.k, keep.v, keep.x)
         tree_gates(a, b, self.A_log, self.dt_bias, forest, keep.g, keep.beta, keep.p)
         tree_factors(keep.k, keep.q, keep.beta, keep.p, forest, keep.decay_kk, keep.decay_qk, keep.block, keep.precision)
         tree_solve(

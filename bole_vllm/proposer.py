@@ -146,7 +146,9 @@ class TreeSpeculator(MTPSpeculator):
         # Rows past the model's length have no slot, and nobody may look at one.
         inside = cache_pos < self.max_model_len
         positions = torch.where(inside, cache_pos, 0).flatten()
-        slots = self.block_tables.compute_slot_mappings(self.idx_mapping[:num_reqs], buffers.query_start_loc[: num_reqs + 1], positions, num_rows)
+        slots = self.block_tables.compute_slot_mappings(
+            self.idx_mapping[:num_reqs], buffers.query_start_loc[: num_reqs + 1], positions, num_rows
+        )
         slots.masked_fill_(~inside.flatten(), PAD_SLOT)
         metadata = self._build_uniform_attn_metadata(
             batch_desc=BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=num_rows, num_reqs=num_reqs),

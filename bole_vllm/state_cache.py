@@ -12,7 +12,6 @@ from bole_vllm.kernels.commit import LayerTable, commit_factor, commit_replay
 from bole_vllm.kernels.topology import Forest
 
 
-
 def solve_block(tree_size: int, device: torch.device) -> int:
     """Rows per block of the closed form's triangular system.
 
@@ -61,14 +60,14 @@ class RoundFactors:
         self.g = buffer(replay_layers, hv)
         self.beta = buffer(replay_layers, hv)
         self.x = buffer(keep, 2 * hk * dk + hv * dv, dtype=dtype)
-        shared = dict(
-            q=buffer(1, hk, dk)[0],
-            v=buffer(1, hv, dv, dtype=dtype)[0],
-            decay_kk=buffer(1, hv, padded)[0],
-            decay_qk=buffer(1, hv, padded)[0],
-            block=block,
-            precision=config.precision,
-        )
+        shared = {
+            "q": buffer(1, hk, dk)[0],
+            "v": buffer(1, hv, dv, dtype=dtype)[0],
+            "decay_kk": buffer(1, hv, padded)[0],
+            "decay_qk": buffer(1, hv, padded)[0],
+            "block": block,
+            "precision": config.precision,
+        }
         for i, layer in enumerate(layers):
             kept = {name: self._of_layer(getattr(self, name), i) for name in ("k", "u", "p", "g", "beta", "x")}
             layer.factors = LayerFactors(**kept, **shared)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+
 from bole_vllm.kernels.commit import LayerTable, commit_factor
 from bole_vllm.kernels.factors import padded_nodes, tree_factors
 from bole_vllm.kernels.solve import tree_solve

@@ -7,7 +7,11 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING"
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_LEVEL="WARNING",
 )
 
 import pytest
@@ -46,7 +50,7 @@ class Engines:
         name = repr(sorted(kwargs.items()))
         if name in self._kept and not fresh:
             return self._kept[name]
-        defaults = dict(enforce_eager=True, max_model_len=256, max_num_seqs=4, seed=0, disable_log_stats=False)
+        defaults = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 4, "seed": 0, "disable_log_stats": False}
         llm = LLM(MODEL, **{**defaults, **kwargs})
         if fresh:
             self._fresh.append(llm)

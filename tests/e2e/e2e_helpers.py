@@ -18,7 +18,7 @@ def text_tokens(index: int, length: int, start: int = 0) -> list[int]:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(f"{MODEL}/tokenizer.json")
-    prompts = json.load(open(f"{MODEL}/val_prompts.json"))
+    prompts = json.loads(Path(MODEL, "val_prompts.json").read_text())
     ids: list[int] = []
     while len(ids) < start + length:  # short prompts are continued with the next one
         ids += tokenizer.encode(prompts[index % len(prompts)]).ids

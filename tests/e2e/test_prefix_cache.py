@@ -8,7 +8,7 @@ import pytest
 from e2e_helpers import generate, params, stats, text_tokens
 
 BLOCK = 288  # what vLLM makes of block_size=32 for the demo model: the attention page must hold a state page
-CACHE = dict(max_model_len=3 * BLOCK, max_num_seqs=2, block_size=32, max_num_batched_tokens=1024)
+CACHE = {"max_model_len": 3 * BLOCK, "max_num_seqs": 2, "block_size": 32, "max_num_batched_tokens": 1024}
 
 
 def run(llm, prompt: list[int], sampling) -> tuple[list[int], int]:

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from bole_vllm.kernels.attention import naive, tree_attention
 from conftest import path_to, random_parents
+
+from bole_vllm.kernels.attention import naive, tree_attention
 
 TREE, CAUSAL, EMPTY = "tree", "causal", "empty"
 

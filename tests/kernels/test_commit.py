@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from conftest import make_forest, path_to, random_parents
+from test_solve import BOUND, integer_problem, make_problem, relative
+
 from bole_vllm.kernels.commit import LayerTable, commit_factor, commit_replay
 from bole_vllm.kernels.commit.naive import commit_factor as naive_factor
 from bole_vllm.kernels.commit.naive import commit_replay as naive_replay
 from bole_vllm.kernels.conv import tree_conv
 from bole_vllm.kernels.solve.naive import tree_recurrence
-from conftest import make_forest, path_to, random_parents
-from test_solve import BOUND, integer_problem, make_problem, relative
 
 
 @dataclass

@@ -6,11 +6,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from conftest import make_forest, path_to, random_parents
+
 from bole_vllm.kernels.conv import tree_conv, tree_gates
 from bole_vllm.kernels.conv.naive import naive_tree_conv, naive_tree_gates
 from bole_vllm.kernels.conv.pointwise import round_to
 from bole_vllm.kernels.topology import Forest
-from conftest import make_forest, path_to, random_parents
 
 NAMES = ("q", "k", "v", "x", "g", "beta", "p")
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from bole_vllm.kernels.draft import TreeShape, extend, naive, select, start
 
 NUM_NODES = [2, 3, 8, 9, 16, 32, 64]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import make_forest, path_to, random_parents
+
 from bole_vllm.kernels.factors import padded_nodes, tree_factors
 from bole_vllm.kernels.factors.naive import tree_factors as naive_factors
-from conftest import make_forest, path_to, random_parents
 
 
 def inputs(seed, trees, device, hk=1, group=2, dim=64):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from bole_vllm.kernels.kv_move import KVTable, move_kv, naive
 from conftest import make_forest, path_to, random_parents
+
+from bole_vllm.kernels.kv_move import KVTable, move_kv, naive
 
 STALE = 99
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from conftest import make_forest, path_to, random_parents
+
 from bole_vllm.kernels.factors import padded_nodes, tree_factors
 from bole_vllm.kernels.factors.naive import tree_factors as naive_factors
 from bole_vllm.kernels.solve import tree_solve
 from bole_vllm.kernels.solve.naive import tree_recurrence
 from bole_vllm.kernels.solve.naive import tree_solve as naive_solve
-from conftest import make_forest, path_to, random_parents
 
 # largest error over the largest magnitude; fp32 and tf32x3 dots leave 1e-7 to 1e-5 here, tf32 1e-3
 BOUND = 2e-5

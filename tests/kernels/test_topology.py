@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from conftest import make_forest, path_to, random_parents
+
 from bole_vllm.kernels.topology import Forest, build_forest, check_integrity, num_mask_words, tree_positions
 from bole_vllm.kernels.topology.naive import naive_build_forest, naive_tree_positions
-from conftest import make_forest, path_to, random_parents
 
 NODE_ARRAYS = ("parent", "depth", "token", "logprob", "ancestors")
 POISON = -123456
@@ -55,7 +56,7 @@ def batch(num_requests: int, num_slots: int, T: int, generator: torch.Generator)
         else:
             is_tree[r] = True
             lengths.append(1 if kind == 1 else int(torch.randint(1, T + 1, (1,), generator=generator)))
-    query_start = torch.tensor([0] + lengths).cumsum(0).int()
+    query_start = torch.tensor([0, *lengths]).cumsum(0).int()
     root_token = torch.randint(0, 1000, (int(query_start[-1]) + 3,), generator=generator)
     return slots, is_tree, query_start, root_token
 
@@ -103,7 +104,7 @@ def test_empty_batch(device):
 
 def test_stale_slot_becomes_pads(device):
     T = 40
-    parent = torch.tensor([[-1] + list(range(T - 1))], dtype=torch.int32, device=device)
+    parent = torch.tensor([[-1, *list(range(T - 1))]], dtype=torch.int32, device=device)
     token = torch.arange(T, dtype=torch.int32, device=device)[None] + 10
     logprob = -torch.arange(T, dtype=torch.float32, device=device)[None]
     forest = poisoned(1, T, device)

@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
-from bole_vllm.kernels.walk import naive, walk_tree
 from conftest import make_forest, path_to, random_parents
+
+from bole_vllm.kernels.walk import naive, walk_tree
 
 STALE = -7777
 

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from bole_vllm import _pins
 from bole_vllm.patches import record, registry
 from bole_vllm.patches.record import Patch, fingerprint
 from bole_vllm.patches.registry import PatchError
 from bole_vllm.patches.v0_32 import PATCHES
-
-from bole_vllm import _pins
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = registry.installed_version()
