@@ -195,26 +195,21 @@ def _set_token_budget(vllm_config: VllmConfig, config: BoleConfig) -> list[str]:
 
 
 def _set_graphs(vllm_config: VllmConfig, config: BoleConfig) -> list[str]:
+    """Eager execution on every platform: the rows of a tree are described by tensors made per step, and a captured FULL graph
+    would replay the addresses of the capture's."""
     from vllm.config.compilation import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
-    if current_platform.device_type == "cpu":
-        compilation.mode = CompilationMode.NONE
-        vllm_config.model_config.enforce_eager = True
-        return ["eager execution"]
-    if vllm_config.model_config.enforce_eager or compilation.cudagraph_mode == CUDAGraphMode.NONE:
-        return []
-    largest = vllm_config.scheduler_config.max_num_seqs * config.tree_size
-    if compilation.cudagraph_capture_sizes is not None or compilation.max_cudagraph_capture_size is not None:
-        limit = compilation.max_cudagraph_capture_size or max(compilation.cudagraph_capture_sizes, default=0)
-        if limit < config.tree_size:
-            raise BoleConfigError(
-                f"The largest CUDA graph to capture holds {limit} tokens, less than one tree of {config.tree_size} nodes: raise "
-                "cudagraph_capture_sizes (multiples of the tree size), or leave them out."
-            )
-        return []
-    compilation.max_cudagraph_capture_size = largest
-    return [f"max_cudagraph_capture_size {largest}"]
+    largest = compilation.max_cudagraph_capture_size or max(compilation.cudagraph_capture_sizes or [0])
+    if 0 < largest < config.tree_size:
+        raise BoleConfigError(
+            f"The largest CUDA graph to capture holds {largest} tokens, less than one tree of {config.tree_size} nodes: leave "
+            "cudagraph_capture_sizes and max_cudagraph_capture_size out."
+        )
+    compilation.mode = CompilationMode.NONE
+    compilation.cudagraph_mode = CUDAGraphMode.NONE
+    vllm_config.model_config.enforce_eager = True
+    return ["eager execution"]
 
 
 def _set_attention_backend(vllm_config: VllmConfig) -> list[str]:

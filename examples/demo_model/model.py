@@ -313,8 +313,8 @@ class DemoModel(nn.Module):
 
         tokens [B, T], hidden [B, T, hidden] of the target. Item s of the result, [B, T, hidden], holds at row p the state that predicts
         token p+2+s. As in drafting, step s reads its own output of step s-1 as hidden state, stands at position p+s, and sees the keys of
-        step 0 up to p and its own keys of the steps since. Rows with p+1+s >= T see padding and mean nothing. The embedding gets no
-        gradient.
+        step 0 up to p and its own keys of the steps since. Rows with p+1+s >= T see padding and mean nothing. The embedding read
+        here gets no gradient.
         """
         length = tokens.shape[1]
         embedded = self.model.embed_tokens.weight.detach().to(hidden.dtype)[tokens]

@@ -1,8 +1,8 @@
 """Train the demo checkpoint from the Python files of this machine: tokenizer, target, then drafter. About five minutes on one GPU.
 
 Two stages, each as long as its share of --seconds, learning rates following the clock:
-  1. The target learns to predict the next token; the drafter learns the target's distribution, two steps deep, on half of each batch. The
-     drafter's gradient reaches the target's hidden states, so that they come to hold what drafting needs.
+  1. The target learns to predict the next token; the drafter learns the target's distribution, two steps deep, on a quarter of each batch.
+     A share of the drafter's gradient (--look-ahead) reaches the target's hidden states, so that they come to hold what drafting needs.
   2. The target is fixed; the drafter learns on, DEPTH steps deep, each step fed the hidden states of the one before.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 MUON_RATE, ADAM_RATE = 0.02, 0.003
 MUON_MOMENTUM, MUON_DECAY = 0.95, 0.02
 DEEPER = 0.8  # weight of each drafting step relative to the one before
-STAGE_1 = 0.75  # share of the time
+STAGE_1 = 0.7  # share of the time
 EVAL_WINDOWS = 256
 
 
@@ -113,7 +113,7 @@ class Trainer:
 
     def __init__(self, stream: Tensor, args: argparse.Namespace):
         self.net = (load(args.init) if args.init else DemoModel()).to(args.device)
-        self.dtype, self.rate = torch.bfloat16, args.rate
+        self.dtype, self.rate, self.look_ahead = torch.bfloat16, args.rate, args.look_ahead
         self.data = {1: batches(stream, args.batch, args.length), 2: batches(stream, args.batch // 2, args.length)}
         self.soft_loss, self.next_token_loss = soft_loss, next_token_loss
         self.steps, self.tokens = [0, 0], 0
@@ -144,8 +144,9 @@ class Trainer:
         """(target's loss, drafter's loss) of one batch."""
         hidden = self.net.model(tokens, self.dtype)
         logits = self.net.logits(hidden)
-        half = slice(len(tokens) // 2)
-        return self.next_token_loss(logits, tokens), self.draft_loss(tokens[half], hidden[half], logits[half].detach(), 2)
+        part = slice(len(tokens) // 4)
+        seen = hidden[part].detach().lerp(hidden[part], self.look_ahead)
+        return self.next_token_loss(logits, tokens), self.draft_loss(tokens[part], seen, logits[part].detach(), 2)
 
     def stage_2_loss(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The same with the target fixed."""
@@ -215,6 +216,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--exclude", nargs="*", type=Path, metavar="FILE", default=[], help="JSON lists of texts: leave out files with one")
     parser.add_argument("--init", type=Path, metavar="FOLDER", help="checkpoint to go on from, with its tokenizer")
     parser.add_argument("--rate", type=float, default=1.0, help="factor on every learning rate (less when going on from a checkpoint)")
+    parser.add_argument("--look-ahead", type=float, default=0.1, help="share of the drafter's gradient that reaches the hidden states")
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder to write (default: demo-out)")
     parser.add_argument("--seconds", type=float, default=300, help="training time, without data preparation and compilation")
     parser.add_argument("--batch", type=int, default=64, help="sequences in a step of stage 1")

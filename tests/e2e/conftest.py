@@ -8,11 +8,12 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
     HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1",
     VLLM_LOGGING_LEVEL="WARNING",
 )
+
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB per engine; these engines stay alive side by side
 
 import pytest
 from e2e_helpers import MODEL
@@ -50,7 +51,14 @@ class Engines:
         name = repr(sorted(kwargs.items()))
         if name in self._kept and not fresh:
             return self._kept[name]
-        defaults = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 4, "seed": 0, "disable_log_stats": False}
+        defaults = {
+            "enforce_eager": True,
+            "max_model_len": 256,
+            "max_num_seqs": 4,
+            "seed": 0,
+            "disable_log_stats": False,
+            "kv_cache_memory_bytes": 1 << 27,
+        }
         llm = LLM(MODEL, **{**defaults, **kwargs})
         if fresh:
             self._fresh.append(llm)

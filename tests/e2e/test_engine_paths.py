@@ -24,7 +24,7 @@ def greedy(engines, prompts) -> list[list[int]]:
 
 def test_chunked_prefill_among_tree_rows(engines):
     """A long prompt comes in chunks of what the decode rows leave of the step's budget; T = 8, two requests, 24 tokens a step."""
-    prompts = [text_tokens(0, 12), text_tokens(1, 90)]
+    prompts = [text_tokens(6, 16), text_tokens(1, 90)]
     sampling = [params(24), params(8)]
     llm = engines.tree(max_num_seqs=2, max_num_batched_tokens=24)
     assert llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens == 24
@@ -137,3 +137,21 @@ def test_prefix_caching_off(engines, prompts, greedy, commit):
     llm = engines.tree(bole={"commit": commit}, enable_prefix_caching=False)
     assert stats(llm)["mamba_cache_mode"] == "none"
     assert generate(llm, prompts[:2], params(24)) == [g[:24] for g in greedy[:2]]
+
+
+def test_sampling_options_in_one_batch(engines, prompts):
+    """Penalties (on the chain only), top-k and top-p under a seed, bad words, logprobs: each as in plain decoding."""
+    sampling = [
+        params(12, repetition_penalty=1.5, frequency_penalty=0.7),
+        params(12, temperature=0.8, top_k=20, top_p=0.9, seed=51),
+        params(12, bad_words=["self"]),
+        params(12, logprobs=2),
+    ]
+    requests = [{"prompt_token_ids": p} for p in prompts]
+    tree, plain = (llm.generate(requests, sampling, use_tqdm=False) for llm in (engines.tree(), engines.one_node()))
+    assert [list(o.outputs[0].token_ids) for o in tree] == [list(o.outputs[0].token_ids) for o in plain]
+    ours, theirs = tree[3].outputs[0].logprobs, plain[3].outputs[0].logprobs
+    assert len(ours) == len(theirs) == 12
+    for a, b in zip(ours, theirs):
+        best = max(b, key=lambda token: b[token].logprob)
+        assert a[best].logprob == pytest.approx(b[best].logprob, abs=0.05)

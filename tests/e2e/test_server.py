@@ -40,6 +40,7 @@ def server(tmp_path_factory):
         "--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 7}), "--additional-config", json.dumps({"bole": {}}),
     ]  # fmt: skip
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
     with open(log, "w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     try:

@@ -20,3 +20,11 @@ def registries_left_as_found():
     from bole_vllm import activation
 
     activation.deactivate()
+
+
+@pytest.fixture(autouse=True)
+def fresh_environment():
+    """An engine started earlier in the session makes vLLM cache every environment variable; these tests change some."""
+    from vllm import envs
+
+    envs.disable_envs_cache()

@@ -115,7 +115,7 @@ REFUSED = {
     ),
     "fp8 KV cache": (
         {"kv_cache_dtype": "fp8"},
-        "Bole's tree attention reads 16-bit KV caches; --kv-cache-dtype is 'fp8': set it to auto.",
+        "Bole's tree attention reads KV caches in the model's dtype; --kv-cache-dtype is 'fp8': set it to auto.",
     ),
     "worker class": (
         {"worker_cls": "vllm.v1.worker.gpu_worker.Worker"},
