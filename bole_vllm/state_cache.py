@@ -9,6 +9,7 @@ import torch
 from bole_vllm.config import BoleConfig
 from bole_vllm.gdn import TreeGatedDeltaNet
 from bole_vllm.kernels.commit import LayerTable, commit_factor, commit_replay
+from bole_vllm.kernels.factors import padded_nodes
 from bole_vllm.kernels.topology import Forest
 
 
@@ -47,7 +48,7 @@ class RoundFactors:
         hk, hv = first.num_k_heads // first.tp_size, first.num_v_heads // first.tp_size
         dk, dv = first.head_k_dim, first.head_v_dim
         block = solve_block(config.tree_size, torch.device(device))
-        padded = -(-config.tree_size // block) * block
+        padded = padded_nodes(config.tree_size, block)
         keep = len(layers)
         factor_layers, replay_layers = (keep, 1) if config.commit == "factor" else (1, keep)
 
