@@ -1,8 +1,8 @@
 """Train the demo checkpoint from the Python files of this machine: tokenizer, target, then drafter. About five minutes on one GPU.
 
 Two stages, each as long as its share of --seconds, learning rates following the clock:
-  1. The target learns to predict the next token; the drafter learns the target's distribution, two steps deep, on a quarter of each batch.
-     A share of the drafter's gradient (--look-ahead) reaches the target's hidden states, so that they come to hold what drafting needs.
+  1. The target learns to predict the next token; the drafter learns the target's distribution, two steps deep, on half of each batch.
+     The drafter's gradient, times --look-ahead, reaches the target's hidden states, so that they come to hold what drafting needs.
   2. The target is fixed; the drafter learns on, DEPTH steps deep, each step fed the hidden states of the one before.
 """
 
@@ -144,7 +144,7 @@ class Trainer:
         """(target's loss, drafter's loss) of one batch."""
         hidden = self.net.model(tokens, self.dtype)
         logits = self.net.logits(hidden)
-        part = slice(len(tokens) // 4)
+        part = slice(len(tokens) // 2)
         seen = hidden[part].detach().lerp(hidden[part], self.look_ahead)
         return self.next_token_loss(logits, tokens), self.draft_loss(tokens[part], seen, logits[part].detach(), 2)
 
@@ -216,7 +216,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--exclude", nargs="*", type=Path, metavar="FILE", default=[], help="JSON lists of texts: leave out files with one")
     parser.add_argument("--init", type=Path, metavar="FOLDER", help="checkpoint to go on from, with its tokenizer")
     parser.add_argument("--rate", type=float, default=1.0, help="factor on every learning rate (less when going on from a checkpoint)")
-    parser.add_argument("--look-ahead", type=float, default=0.1, help="share of the drafter's gradient that reaches the hidden states")
+    parser.add_argument("--look-ahead", type=float, default=2.0, help="factor on the drafter's gradient where it reaches the hidden states")
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder to write (default: demo-out)")
     parser.add_argument("--seconds", type=float, default=300, help="training time, without data preparation and compilation")
     parser.add_argument("--batch", type=int, default=64, help="sequences in a step of stage 1")
