@@ -11,6 +11,10 @@ import torch
 
 MODEL = os.environ.get("BOLE_DEMO_MODEL", str(Path(__file__).resolve().parents[2] / "examples" / "demo_model"))
 VOCAB = 4096
+# (held-out prompt, tokens of it): of each length the first prompt whose 32 greedy tokens are all at least 1/4 above the runner-up, four
+# units of bfloat16 for a logit below 16, and of at least 16 kinds. More rows in a forward round differently and may turn a tie.
+PROMPTS = ((2, 20), (38, 27), (33, 34), (4, 41))
+MIN_GAP = 0.1
 
 
 def text_tokens(index: int, length: int, start: int = 0) -> list[int]:
@@ -35,6 +39,17 @@ def params(max_tokens: int, temperature: float = 0.0, seed: int = 11, **kwargs):
 def generate(llm, prompts: list[list[int]], sampling) -> list[list[int]]:
     """Token ids per prompt; `sampling` is one SamplingParams or a list of them."""
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def settled(llm, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Greedy token ids per prompt of a reference engine; a close call is an error: another checkpoint may need other PROMPTS."""
+    requests = [{"prompt_token_ids": p} for p in prompts]
+    outputs = llm.generate(requests, params(max_tokens, logprobs=2), use_tqdm=False)
+    for prompt, output in enumerate(outputs):
+        for position, candidates in enumerate(output.outputs[0].logprobs):
+            best, second = sorted((c.logprob for c in candidates.values()), reverse=True)[:2]
+            assert best - second > MIN_GAP, f"prompt {prompt}, token {position}: the two best logits are {best - second:.4f} apart"
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from e2e_helpers import Script, generate, params, runner, stats, text_tokens
+from e2e_helpers import PROMPTS, Script, generate, params, runner, settled, stats, text_tokens
 
 CHAIN = [-1, 0, 1, 2, 3, 4, 5, 6]
 
@@ -14,17 +14,17 @@ def always_right(_round):
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    return [text_tokens(i, 20 + 7 * i) for i in range(4)]
+    return [text_tokens(i, length) for i, length in PROMPTS]
 
 
 @pytest.fixture(scope="module")
 def greedy(engines, prompts) -> list[list[int]]:
-    return generate(engines.one_node(), prompts, params(32))
+    return settled(engines.one_node(), prompts, 32)
 
 
 def test_chunked_prefill_among_tree_rows(engines):
     """A long prompt comes in chunks of what the decode rows leave of the step's budget; T = 8, two requests, 24 tokens a step."""
-    prompts = [text_tokens(6, 16), text_tokens(1, 90)]
+    prompts = [text_tokens(*PROMPTS[0]), text_tokens(1, 90)]
     sampling = [params(24), params(8)]
     llm = engines.tree(max_num_seqs=2, max_num_batched_tokens=24)
     assert llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens == 24

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from e2e_helpers import Script, generate, params, stats, text_tokens
+from e2e_helpers import PROMPTS, Script, generate, params, settled, stats, text_tokens
 
 T = 8
 LENGTH = 32
@@ -22,12 +22,12 @@ def leaves(parents: list[int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    return [text_tokens(i, 20 + 7 * i) for i in range(4)]
+    return [text_tokens(i, length) for i, length in PROMPTS]
 
 
 @pytest.fixture(scope="module")
 def greedy(engines, prompts) -> list[list[int]]:
-    return generate(engines.one_node(), prompts, params(LENGTH))
+    return settled(engines.one_node(), prompts, LENGTH)
 
 
 def test_every_prompt_length_greedy_and_seeded(engines):

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from e2e_helpers import MODEL, generate, params, text_tokens
+from e2e_helpers import MODEL, PROMPTS, generate, params, text_tokens
 
 START_S = 300
 
@@ -73,7 +73,7 @@ def complete(url: str, prompt: list[int], temperature: float) -> list[int]:
 
 def test_two_concurrent_completions(server, engines):
     """One greedy, one sampled request at the same time: the tokens of the offline engine; the counters see the drafts."""
-    prompts, temperatures = [text_tokens(0, 24), text_tokens(1, 31)], [0.0, 0.8]
+    prompts, temperatures = [text_tokens(*PROMPTS[0]), text_tokens(1, 31)], [0.0, 0.8]
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda i: complete(server, prompts[i], temperatures[i]), range(2)))
     assert answers == generate(engines.tree(), prompts, [params(12, temperature=t) for t in temperatures])
