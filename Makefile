@@ -27,7 +27,7 @@ style: setup
 	$(BIN)/ruff format --check .
 
 bench: setup
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks kernels
 
 clean:
 	rm -rf $(VENV) build *.egg-info demo-out

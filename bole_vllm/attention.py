@@ -1,4 +1,4 @@
-"""What the tree attention backends share: which rows see what, and the call of the kernel."""
+"""What the tree attention backends share: which rows see what, and the calls of the kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bole_vllm.kernels.attention import tree_attention
+from bole_vllm.kernels.attention import merge_tree_attention, tree_attention
 from bole_vllm.kernels.topology import Forest
 
 
@@ -22,6 +22,7 @@ class TreeRows:
     num_slots: int  # static bound on j
     max_rows: int  # static bound on num_rows
     covers_batch: bool  # no row of the batch is left to another kernel
+    verify: bool = False  # the target's rows (not the drafter's): row i of request r is the i-th row that the batch holds for r
 
     @classmethod
     def of_forest(cls, forest: Forest, num_computed: torch.Tensor, covers_batch: bool) -> TreeRows:
@@ -35,15 +36,39 @@ class TreeRows:
             num_slots=forest.max_nodes,
             max_rows=forest.max_nodes,
             covers_batch=covers_batch,
+            verify=True,
         )
 
 
-def attend(rows: TreeRows, query: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+def attend(
+    rows: TreeRows, query: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, scale: float, out: torch.Tensor, **options
+) -> None:
     """Write the attention output of `rows` into `out` in place; other rows are left as they are.
 
-    query, out [token rows, heads, head size]; kv_cache [blocks, KV heads, block size, 2 * head size].
+    query, out [token rows, heads, head size]; kv_cache [blocks, KV heads, block size, 2 * head size]; options: `q_scale`, `k_scale`,
+    `v_scale`, `config`, `num_splits` of `kernels.attention.tree_attention`.
     """
     tree_attention(
         query, kv_cache, block_table, rows.token_start, rows.num_rows, rows.prefix_len, rows.row_mask, rows.mask_start,
-        scale, out, num_slots=rows.num_slots, max_rows=rows.max_rows,
+        scale, out, num_slots=rows.num_slots, max_rows=rows.max_rows, **options,
+    )  # fmt: skip
+
+
+def attend_to_tree(
+    rows: TreeRows,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    **options,
+) -> None:
+    """`attend` where `out` and `lse` [heads, token rows] (fp32, natural log) hold the rows' attention over their prefixes already.
+
+    options: `q_scale`, `k_scale`, `v_scale`, `block_m` of `kernels.attention.merge_tree_attention`.
+    """
+    merge_tree_attention(
+        query, kv_cache, block_table, rows.token_start, rows.num_rows, rows.prefix_len, rows.row_mask, rows.mask_start,
+        scale, out, lse, num_slots=rows.num_slots, max_rows=rows.max_rows, **options,
     )  # fmt: skip

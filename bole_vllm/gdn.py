@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.gdn_attn import (
 )
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
-from bole_vllm.kernels.conv import tree_conv, tree_gates
+from bole_vllm.kernels.conv import tree_inputs
 from bole_vllm.kernels.factors import tree_factors
 from bole_vllm.kernels.solve import tree_solve
 from bole_vllm.kernels.topology import Forest
@@ -163,14 +163,11 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         """Outputs of every tree node from the committed state; keeps the factors of the round. State is read only."""
         forest, slot, keep = metadata.forest, metadata.state_slot, self.factors
         conv_state, ssm_state = self.state_views()
-        heads = (self.num_k_heads // self.tp_size, self.head_k_dim, self.num_v_heads // self.tp_size, self.head_v_dim)
-        tree_conv(mixed_qkv, self.conv_weight(), self.conv1d.bias, conv_state, slot, forest, *heads, keep.q, keep.k, keep.v, keep.x)
-        tree_gates(a, b, self.A_log, self.dt_bias, forest, keep.g, keep.beta, keep.p)
-        tree_factors(keep.k, keep.q, keep.beta, keep.p, forest, keep.decay_kk, keep.decay_qk, keep.block, keep.precision)
-        tree_solve(
-            keep.q, keep.k, keep.v, keep.beta, keep.p, keep.decay_kk, keep.decay_qk, ssm_state, slot, forest,
-            core_attn_out, keep.u, keep.block, keep.precision,
+        tree_inputs(
+            mixed_qkv, a, b, self.conv_weight(), self.conv1d.bias, self.A_log, self.dt_bias, conv_state, slot, forest, keep.inputs, keep.x
         )  # fmt: skip
+        tree_factors(keep.inputs, forest, keep.z, keep.y)
+        tree_solve(keep.inputs, keep.z, keep.y, ssm_state, slot, forest, core_attn_out, keep.u, keep.r, keep.precision)
 
 
 def _layer_metadata(prefix: str) -> TreeGDNMetadata | None:

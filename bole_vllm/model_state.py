@@ -45,7 +45,7 @@ class TreeModelState(MambaHybridModelState):
         # [max_num_reqs] by request slot: only the top-1 chain may be accepted (see sampler.needs_chain)
         self.chain_only = torch.zeros(self.max_num_reqs + 1, dtype=torch.bool, device=device)
         layers = get_layers_from_vllm_config(vllm_config, TreeGatedDeltaNet)
-        self.factors = RoundFactors(list(layers.values()), self.full_forest.capacity, self.config, self.dtype, device)
+        self.factors = RoundFactors(list(layers.values()), self.full_forest, self.config, self.dtype, device)
         self.gdn_layer_names = list(layers)
         self.stats_counters = TreeStats(depth, device)
         self._step: _Step | None = None

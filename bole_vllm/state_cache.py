@@ -2,86 +2,65 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from bole_vllm.config import BoleConfig
 from bole_vllm.gdn import TreeGatedDeltaNet
-from bole_vllm.kernels.commit import LayerTable, commit_factor, commit_replay
-from bole_vllm.kernels.factors import padded_nodes
+from bole_vllm.kernels.commit import LayerTable, ReplayWork, commit_factor, commit_replay
+from bole_vllm.kernels.conv import NodeInputs
+from bole_vllm.kernels.solve import NODE_BLOCK
 from bole_vllm.kernels.topology import Forest
-
-
-def solve_block(tree_size: int, device: torch.device) -> int:
-    """Rows per block of the closed form's triangular system.
-
-    32 rows spill registers in the solve on a GPU; the interpreter pays per operation and wants few large blocks.
-    """
-    return 16 if tree_size <= 16 or device.type == "cuda" else 32
 
 
 @dataclass
 class LayerFactors:
     """The buffers one layer writes during verification. Those marked * are shared by all layers (one layer's lifetime)."""
 
-    q: torch.Tensor  # * [capacity, HK, DK] fp32, L2-normalised and scaled
-    k: torch.Tensor  # [capacity, HK, DK] fp32, L2-normalised (* in replay)
-    v: torch.Tensor  # * [capacity, HV, DV] activation dtype
+    inputs: NodeInputs  # q, v *; k, k_scale, p * in replay; g, beta * in factor
     x: torch.Tensor  # [capacity, C] conv inputs
-    g: torch.Tensor  # [capacity, HV] fp32 log decay (* in factor)
-    beta: torch.Tensor  # [capacity, HV] fp32 (* in factor)
-    p: torch.Tensor  # [capacity, HV] fp32 log decay summed over the path (* in replay)
-    u: torch.Tensor  # [capacity, HV, DV] fp32 corrections (* in replay)
-    decay_kk: torch.Tensor  # * [capacity, HV, T_pad] fp32: G, inverted on its diagonal blocks
-    decay_qk: torch.Tensor  # * [capacity, HV, T_pad] fp32: C
-    block: int
+    u: torch.Tensor | None  # [capacity, HV, DV] fp32 corrections; None in replay
+    z: torch.Tensor | None  # * [capacity, HV, D] fp32 rows of Z; None in replay
+    y: torch.Tensor  # * [capacity, HV, D] fp32 rows of Y
+    r: torch.Tensor | None  # * [capacity, HV, DV] fp32 scratch of large trees
     precision: str
 
 
 class RoundFactors:
     """Per-layer factors of one round in preallocated [layers, capacity, ...] buffers, and the launch that commits them."""
 
-    def __init__(self, layers: list[TreeGatedDeltaNet], capacity: int, config: BoleConfig, dtype: torch.dtype, device: torch.device):
+    def __init__(self, layers: list[TreeGatedDeltaNet], forest: Forest, config: BoleConfig, dtype: torch.dtype, device: torch.device):
         self.layers, self.config = layers, config
         first = layers[0]
         hk, hv = first.num_k_heads // first.tp_size, first.num_v_heads // first.tp_size
         dk, dv = first.head_k_dim, first.head_v_dim
-        block = solve_block(config.tree_size, torch.device(device))
-        padded = padded_nodes(config.tree_size, block)
-        keep = len(layers)
-        factor_layers, replay_layers = (keep, 1) if config.commit == "factor" else (1, keep)
+        columns, keep, capacity = forest.path.shape[1], len(layers), forest.capacity
+        factor = config.commit == "factor"
 
         def buffer(copies: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(copies, capacity, *shape, dtype=dtype, device=device)
 
-        self.k = buffer(factor_layers, hk, dk)
-        self.u = buffer(factor_layers, hv, dv)
-        self.p = buffer(factor_layers, hv)
-        self.g = buffer(replay_layers, hv)
-        self.beta = buffer(replay_layers, hv)
+        shared = NodeInputs.allocate(capacity, hk, dk, hv, dv, dtype, device)
         self.x = buffer(keep, 2 * hk * dk + hv * dv, dtype=dtype)
-        shared = {
-            "q": buffer(1, hk, dk)[0],
-            "v": buffer(1, hv, dv, dtype=dtype)[0],
-            "decay_kk": buffer(1, hv, padded)[0],
-            "decay_qk": buffer(1, hv, padded)[0],
-            "block": block,
-            "precision": config.precision,
-        }
+        self.u = buffer(keep, hv, dv) if factor else None
+        # what the commit reads of a layer's node inputs, by name
+        names = ("k", "k_scale", "p") if factor else ("g", "beta")
+        self.kept = {name: torch.stack([getattr(shared, name)] * keep) for name in names}
+        z = buffer(1, hv, columns)[0] if factor else None
+        y = buffer(1, hv, columns)[0]
+        r = buffer(1, hv, dv)[0] if config.tree_size > NODE_BLOCK else None
+        width = config.max_depth + 1
+        self.work = None if factor else ReplayWork.allocate(keep, forest.max_requests, width, hk, dk, hv, dv, dtype, device)
         for i, layer in enumerate(layers):
-            kept = {name: self._of_layer(getattr(self, name), i) for name in ("k", "u", "p", "g", "beta", "x")}
-            layer.factors = LayerFactors(**kept, **shared)
+            inputs = replace(shared, **{name: tensor[i] for name, tensor in self.kept.items()})
+            layer.factors = LayerFactors(inputs, self.x[i], self.u[i] if factor else None, z, y, r, config.precision)
         self.table: LayerTable | None = None
-
-    @staticmethod
-    def _of_layer(buffer: torch.Tensor, i: int) -> torch.Tensor:
-        return buffer[i if buffer.shape[0] > 1 else 0]
 
     @property
     def bytes_per_node(self) -> int:
         """Bytes kept per tree node from a layer's verification to the commit, over all layers."""
-        kept = (self.k, self.u, self.p, self.x) if self.config.commit == "factor" else (self.g, self.beta, self.x)
+        kept = [self.x, *self.kept.values(), *([] if self.u is None else [self.u])]
         return sum(t.shape[0] * t[0, 0].numel() * t.element_size() for t in kept)
 
     def bind(self, group_of_layer: list[int]) -> None:
@@ -111,9 +90,9 @@ class RoundFactors:
         """
         where = (forest, path, path_len, src_slot, dst_slot, dst_len)
         if self.config.commit == "factor":
-            commit_factor(self.table, self.p, self.k, self.u, self.x, *where, precision=self.config.precision)
+            commit_factor(self.table, self.kept["p"], self.kept["k"], self.kept["k_scale"], self.u, self.x, *where, self.config.precision)
         else:
-            commit_replay(self.table, self.g, self.beta, self.x, *where)
+            commit_replay(self.table, self.kept["g"], self.kept["beta"], self.x, *where, self.work)
 
 
 @dataclass

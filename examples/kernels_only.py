@@ -3,8 +3,8 @@
     python -m examples.kernels_only                       # on a GPU
     TRITON_INTERPRET=1 python -m examples.kernels_only    # on a CPU, in Triton's interpreter
 
-One request, one Gated DeltaNet layer: `tree_factors` and `tree_solve` give the outputs of all nodes from the one state
-before the tree, `commit_factor` then folds a path into that state. The reference walks the tree node by node in float64.
+One request, one Gated DeltaNet layer: `tree_inputs`, `tree_factors` and `tree_solve` give the outputs of all nodes from the one
+state before the tree, `commit_factor` then folds a path into that state. The reference walks the tree node by node in float64.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import argparse
 import torch
 
 from bole_vllm.kernels.commit import LayerTable, commit_factor
-from bole_vllm.kernels.factors import padded_nodes, tree_factors
-from bole_vllm.kernels.solve import tree_solve
+from bole_vllm.kernels.conv import NodeInputs, tree_inputs
+from bole_vllm.kernels.factors import tree_factors
+from bole_vllm.kernels.solve import NODE_BLOCK, tree_solve
 from bole_vllm.kernels.topology import Forest, build_forest, check_integrity
 
 HK, HV, DK, DV = 2, 4, 128, 128  # key heads, value heads and their sizes
-CHANNELS, COLUMNS = 2 * HK * DK + HV * DV, 3  # of the conv state
-BLOCK, SLOT = 16, 1  # rows per block of the triangular system; the request's state slot (0 is the null slot)
+CHANNELS, WIDTH = 2 * HK * DK + HV * DV, 4  # of the causal convolution
+SLOT = 1  # the request's state slot (0 is the null slot)
 TOLERANCE = 1e-4
 
 
@@ -92,25 +93,25 @@ def main() -> None:
     def empty(*shape: int) -> torch.Tensor:
         return torch.full(shape, float("nan"), device=device)
 
-    # [T, heads, size] per node; q and k are L2-normalised, q carries the scale
-    q = torch.nn.functional.normalize(normal(args.nodes, HK, DK), dim=-1) * DK**-0.5
-    k = torch.nn.functional.normalize(normal(args.nodes, HK, DK), dim=-1)
-    v, x = normal(args.nodes, HV, DV), normal(args.nodes, CHANNELS)
-    # [T, HV] log decay and write gate
-    g, beta = -normal(args.nodes, HV).exp() * 0.1, normal(args.nodes, HV).sigmoid()
-    # [T, HV] log decay summed over each node's path
-    p = torch.stack([g[path_to(parents, i)].sum(dim=0) for i in range(args.nodes)])
-    # [slots, HV, DK, DV] and [slots, CHANNELS, COLUMNS]
-    state, conv_state = normal(2, HV, DK, DV), normal(2, CHANNELS, COLUMNS)
-    expected, states = serial(parents, q, k, v, g, beta, state[SLOT])
+    # [T, ...] what a layer's projections give per token row: convolution inputs, decay and write gate before their activations
+    x, a, b = normal(args.nodes, CHANNELS).bfloat16(), normal(args.nodes, HV), normal(args.nodes, HV)
+    # the layer's parameters
+    weight, A_log, dt_bias = (normal(CHANNELS, WIDTH) * 0.5).bfloat16(), normal(HV) - 2, normal(HV)
+    # [slots, HV, DK, DV] and [slots, CHANNELS, WIDTH - 1]
+    state, conv_state = normal(2, HV, DK, DV), normal(2, CHANNELS, WIDTH - 1).bfloat16()
+    slot = torch.tensor([SLOT], dtype=torch.int32, device=device)
 
     # verify: all nodes from the state before the tree, which is only read
-    padded = padded_nodes(args.nodes, BLOCK)
-    decay_kk, decay_qk = empty(args.nodes, HV, padded), empty(args.nodes, HV, padded)
+    nodes = NodeInputs.allocate(args.nodes, HK, DK, HV, DV, x.dtype, device)
+    kept_x = torch.empty_like(x)
+    tree_inputs(x, a, b, weight, None, A_log, dt_bias, conv_state, slot, forest, nodes, kept_x)
+    z, y = (empty(args.nodes, HV, forest.path.shape[1]) for _ in range(2))
     out, u = empty(args.nodes, HV, DV), empty(args.nodes, HV, DV)
-    slot = torch.tensor([SLOT], dtype=torch.int32, device=device)
-    tree_factors(k, q, beta, p, forest, decay_kk, decay_qk, BLOCK)
-    tree_solve(q, k, v, beta, p, decay_kk, decay_qk, state, slot, forest, out, u, BLOCK)
+    tree_factors(nodes, forest, z, y)
+    scratch = torch.empty_like(u) if args.nodes > NODE_BLOCK else None
+    tree_solve(nodes, z, y, state, slot, forest, out, u, scratch)
+    q, k = nodes.q * nodes.q_scale[..., None], nodes.k * nodes.k_scale[..., None]
+    expected, states = serial(parents, q, k, nodes.v, nodes.g, nodes.beta, state[SLOT])
 
     # commit: the path to the deepest node becomes the state
     deepest = max(range(args.nodes), key=lambda node: len(path_to(parents, node)))
@@ -118,7 +119,7 @@ def main() -> None:
     lengths = torch.tensor([len(path)], dtype=torch.int32, device=device)
     layers = LayerTable.build([state], [conv_state], groups=[0])
     commit_factor(
-        layers, p[None], k[None], u[None], x[None], forest,
+        layers, nodes.p[None], nodes.k[None], nodes.k_scale[None], u[None], kept_x[None], forest,
         path=torch.tensor([path], dtype=torch.int32, device=device),
         path_len=lengths,
         src_slot=slot[None],

@@ -1,19 +1,22 @@
 """Which dot precision is used where, and the conversions that the kernels share.
 
-Dots whose error reaches the committed state (K S, U and the commit) lose by cancellation: `beta (v - readout)` with v within 1 % of
-the readout is off by 1.8 % in tf32 and 14 % in bf16, but by 5e-6 in tf32x3. They stay at tf32x3 or better unless a caller asks for a
-lower mode by its name. Under Triton's interpreter every mode is fp32.
+Products whose error reaches the committed state (K S, Z R and the commit) lose by cancellation: `beta (v - readout)` with v
+within 1 % of the readout is off by 1.8 % in tf32 and 14 % in bf16, but by 5e-6 in tf32x3. They stay at that or better unless a caller
+asks for a lower mode by its name. q and k are 16-bit activations, exact on tensor cores; only their partner has to be split: a sum of
+three bfloat16 terms holds an fp32 value. Under Triton's interpreter every mode is fp32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 import triton
 import triton.language as tl
 
 # Read once: `triton.jit` decides between compiling and interpreting when a kernel is defined.
 INTERPRET = bool(triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(INTERPRET)
 
 
 def device_function(function):
@@ -29,44 +32,111 @@ def device_function(function):
 
 @dataclass(frozen=True)
 class DotPrecision:
-    """Names of the dot precision of every product of the closed form; each is one of "ieee", "tf32x3", "tf32", "bf16"."""
+    """Names of the precision of every product of the closed form that is not exact.
 
-    # K K^T and Q K^T of the factors
-    gram: str
-    # inversion of G's diagonal blocks, and G U of the solve
-    solve: str
-    # K S_pre
+    "ieee", "tf32x3", "tf32" and "bf16" are Triton's own; "bf16x2" and "bf16x3" are sums of two and three bfloat16 products: beside an
+    activation, which is exact, the fp32 operand in two or three terms (16 and 24 bits), otherwise both in two terms without the last one.
+    """
+
+    # K S_pre, exact left operand
     key_state: str
-    # Q S_pre
+    # Q S_pre, exact left operand
     query_state: str
-    # C U
+    # U = Z R
+    solve: str
+    # Y R, the readout through the corrections
     readout: str
-    # K^T U of the commit
+    # K^T U of the commit, exact left operand
     commit: str
-    # masks (0 or 1 times 0 or 1, fp32 sums): exact in every precision, so the cheapest that takes fp32 operands
-    mask: str
 
 
 def _uniform(name: str) -> DotPrecision:
-    return DotPrecision(gram=name, solve=name, key_state=name, query_state=name, readout=name, commit=name, mask="tf32")
+    return DotPrecision(key_state=name, query_state=name, solve=name, readout=name, commit=name)
 
 
-DEFAULT = "tf32x3"
-MODES = {name: _uniform(name) for name in ("ieee", "tf32x3", "tf32", "bf16")}
-_INTERPRETED = DotPrecision("ieee", "ieee", "ieee", "ieee", "ieee", "ieee", "ieee")
+DEFAULT = "fp32"
+# from exact to cheap
+MODES = {
+    "ieee": _uniform("ieee"),
+    "tf32x3": _uniform("tf32x3"),
+    # as exact as fp32, in the cheapest products that are
+    "fp32": DotPrecision(key_state="bf16x3", query_state="bf16x3", solve="tf32x3", readout="tf32x3", commit="bf16x3"),
+    "bf16x3": _uniform("bf16x3"),
+    # 16 bits of the state
+    "bf16x2": DotPrecision(key_state="bf16x2", query_state="bf16x2", solve="bf16x3", readout="bf16x3", commit="bf16x2"),
+    "tf32": _uniform("tf32"),
+    "bf16": _uniform("bf16"),
+}
+_INTERPRETED = _uniform("ieee")
 
 
-def resolve(mode: str) -> DotPrecision:
-    """The precision of every dot under `mode`; ValueError if there is no such mode."""
+def resolve(mode: str, dtype: torch.dtype) -> DotPrecision:
+    """The precision of every product under `mode` for q and k of this dtype; ValueError if there is no such mode.
+
+    Left operands that bfloat16 cannot hold exactly (fp16, fp32) take tf32x3 in place of the bfloat16 sums.
+    """
     if mode not in MODES:
         raise ValueError(f"unknown dot precision {mode!r}, known: {', '.join(MODES)}")
-    return _INTERPRETED if INTERPRET else MODES[mode]
+    if INTERPRET:
+        return _INTERPRETED
+    dots = MODES[mode]
+    if dtype == torch.bfloat16:
+        return dots
+    exact = ("key_state", "query_state", "commit")
+    return replace(dots, **{name: "tf32x3" for name in exact if getattr(dots, name) in ("bf16x2", "bf16x3")})
+
+
+@device_function
+def to_bf16(b_x):
+    """fp32 to bfloat16. Compiled: to nearest even, two values an instruction (Triton 3.6 emits one at an eighth of the rate on Hopper)."""
+    if INTERPRETED:
+        b_y = b_x.to(tl.bfloat16)
+    else:
+        b_y = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [b_x], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return b_y
 
 
 @device_function
 def dot(b_a, b_b, PRECISION: tl.constexpr):
     """fp32 product of two fp32 blocks at a named precision."""
-    b_c = tl.dot(b_a.to(tl.bfloat16), b_b.to(tl.bfloat16)) if PRECISION == "bf16" else tl.dot(b_a, b_b, input_precision=PRECISION)
+    if PRECISION == "bf16x3":
+        b_a1 = to_bf16(b_a)
+        b_a2 = to_bf16(b_a - b_a1.to(tl.float32))
+        b_b1 = to_bf16(b_b)
+        b_b2 = to_bf16(b_b - b_b1.to(tl.float32))
+        b_c = tl.dot(b_a1, b_b2)
+        b_c = tl.dot(b_a2, b_b1, acc=b_c)
+        b_c = tl.dot(b_a1, b_b1, acc=b_c)
+    elif PRECISION == "bf16":
+        b_c = tl.dot(to_bf16(b_a), to_bf16(b_b))
+    else:
+        b_c = tl.dot(b_a, b_b, input_precision=PRECISION)
+    return b_c
+
+
+@device_function
+def split_bf16(b_x):
+    """Three bfloat16 blocks whose sum is an fp32 block (to 24 bits)."""
+    b_1 = to_bf16(b_x)
+    b_rest = b_x - b_1.to(tl.float32)
+    b_2 = to_bf16(b_rest)
+    return b_1, b_2, to_bf16(b_rest - b_2.to(tl.float32))
+
+
+@device_function
+def state_dot(b_a, b_b1, b_b2, b_b3, b_b, PRECISION: tl.constexpr):
+    """fp32 product of a block of activations and an fp32 block `b_b`, also given as its `split_bf16` terms (unused ones cost nothing)."""
+    if PRECISION == "bf16x3":
+        b_c = tl.dot(b_a, b_b3)
+        b_c = tl.dot(b_a, b_b2, acc=b_c)
+        b_c = tl.dot(b_a, b_b1, acc=b_c)
+    elif PRECISION == "bf16x2":
+        b_c = tl.dot(b_a, b_b2)
+        b_c = tl.dot(b_a, b_b1, acc=b_c)
+    elif PRECISION == "bf16":
+        b_c = tl.dot(b_a.to(tl.bfloat16), b_b1)
+    else:
+        b_c = tl.dot(to_fp32(b_a, INTERPRETED), b_b, input_precision=PRECISION)
     return b_c
 
 
@@ -80,6 +150,12 @@ def exp_non_positive(b_x):
 def is_finite(b_x):
     """True where x is neither NaN nor infinite."""
     return tl.abs(b_x) < float("inf")
+
+
+@device_function
+def finite_or_zero(b_x):
+    """x, or 0 where it is NaN or infinite."""
+    return tl.where(tl.abs(b_x) < float("inf"), b_x, 0.0)
 
 
 @device_function

@@ -1,5 +1,5 @@
 from .factor import commit_factor
 from .layers import LayerTable
-from .replay import commit_replay
+from .replay import ReplayWork, commit_replay
 
-__all__ = ["LayerTable", "commit_factor", "commit_replay"]
+__all__ = ["LayerTable", "ReplayWork", "commit_factor", "commit_replay"]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..conv import pointwise
-from ..precision import DEFAULT, INTERPRET, device_function, dot, exp_non_positive, resolve, to_fp32
+from ..precision import DEFAULT, INTERPRET, device_function, exp_non_positive, resolve, split_bf16, state_dot, to_fp32
 from ..topology import Forest
 from .conv import commit_conv
 from .layers import TL_DTYPE, LayerTable, load_pointer
@@ -21,6 +21,7 @@ def commit_factor_kernel(
     p_layer_group,
     p_p,
     p_k,
+    p_k_scale,
     p_u,
     p_node_offset,
     p_path,
@@ -30,6 +31,7 @@ def commit_factor_kernel(
     p_dst_len,
     stride_p_layer,
     stride_k_layer,
+    stride_ks_layer,
     stride_u_layer,
     stride_path,
     stride_slot,
@@ -57,6 +59,7 @@ def commit_factor_kernel(
     layer = i_l.to(tl.int64)
     p_pl = p_p + layer * stride_p_layer
     p_kl = p_k + layer * stride_k_layer
+    p_ksl = p_k_scale + layer * stride_ks_layer
     p_ul = p_u + layer * stride_u_layer
     p_path_r = p_path + i_r * stride_path
     o_t = tl.arange(0, BT)
@@ -83,11 +86,13 @@ def commit_factor_kernel(
                 o_row = (node_start + o_node).to(tl.int64)
                 b_p = tl.load(p_pl + o_row * HV + i_hv, mask=m_t, other=0.0)
                 b_w = tl.where(m_t, exp_non_positive(b_pa - b_p), 0.0)
-                o_k = (o_row * HK + i_hv // (HV // HK))[None, :] * DK + o_d[:, None]
-                b_k = tl.load(p_kl + o_k, mask=m_t[None, :], other=0.0)
+                o_key = o_row * HK + i_hv // (HV // HK)
+                b_w *= tl.load(p_ksl + o_key, mask=m_t, other=0.0)
+                b_k = tl.load(p_kl + o_key[None, :] * DK + o_d[:, None], mask=m_t[None, :], other=0.0)
                 o_u = (o_row * HV + i_hv)[:, None] * DV + o_v[None, :]
-                b_u = tl.load(p_ul + o_u, mask=m_t[:, None], other=0.0)
-                b_s += dot(b_k, b_w[:, None] * b_u, PRECISION)
+                b_u = b_w[:, None] * tl.load(p_ul + o_u, mask=m_t[:, None], other=0.0)
+                b_u1, b_u2, b_u3 = split_bf16(b_u)
+                b_s += state_dot(b_k, b_u1, b_u2, b_u3, b_u, PRECISION)
             tl.store(p_state + dst * stride_slot + o_state, round_to(b_s, DTYPE))
 
 
@@ -96,8 +101,9 @@ def check_commit(layers: LayerTable, x, path, path_len, src_slot, dst_slot, dst_
     num_layers, num_requests = layers.num_layers, path_len.shape[0]
     capacity = x.shape[1]
     for name, (tensor, shape) in per_node.items():
-        if tuple(tensor.shape) != (num_layers, capacity, *shape) or tensor.dtype != torch.float32 or not tensor[0].is_contiguous():
-            raise ValueError(f"{name}: expected fp32 {(num_layers, capacity, *shape)}, got {tensor.dtype} {tuple(tensor.shape)}")
+        dtype = layers.conv_dtype if name == "k" else torch.float32
+        if tuple(tensor.shape) != (num_layers, capacity, *shape) or tensor.dtype != dtype or not tensor[0].is_contiguous():
+            raise ValueError(f"{name}: expected {dtype} {(num_layers, capacity, *shape)}, got {tensor.dtype} {tuple(tensor.shape)}")
     if tuple(x.shape) != (num_layers, capacity, layers.num_channels) or not x[0].is_contiguous() or x.dtype != layers.conv_dtype:
         wanted = f"{layers.conv_dtype} {(num_layers, capacity, layers.num_channels)}"
         raise ValueError(f"x: expected {wanted}, got {x.dtype} {tuple(x.shape)}")
@@ -114,6 +120,7 @@ def commit_factor(
     layers: LayerTable,
     p: torch.Tensor,
     k: torch.Tensor,
+    k_scale: torch.Tensor,
     u: torch.Tensor,
     x: torch.Tensor,
     forest: Forest,
@@ -128,19 +135,21 @@ def commit_factor(
 
     Args:
         layers: addresses of the caches.
-        p: [L, capacity, HV] fp32, log. k: [L, capacity, HK, DK] fp32. u: [L, capacity, HV, DV] fp32. x: [L, capacity, C], conv inputs
-            in the conv state's dtype. Any stride of the first dimension, contiguous behind it.
+        p: [L, capacity, HV] fp32, log. k: [L, capacity, HK, DK] activations and k_scale: [L, capacity, HK] fp32, as `tree_inputs` left
+            them. u: [L, capacity, HV, DV] fp32. x: [L, capacity, C], conv inputs in the conv state's dtype. Any stride of the first
+            dimension, contiguous behind it.
         forest: topology of the round (its first R = len(path_len) requests).
         path: [R, Dp] int32, node indices within the request, path[r, 0] = 0. path_len: [R] int32, 0: nothing is written for r.
         src_slot: [groups, R] int32, the slot with the state before node 0.
         dst_slot: [groups, R, 2] int32, dst_len: [R, 2] int32: the state after the first dst_len[r, j] path tokens (at most path_len)
             goes to dst_slot[g, r, j]. Length 0 or slot <= 0 (vLLM's null block): skipped. A destination may be the source.
-        precision: a name of `precision.MODES`; the commit stays at tf32x3 unless another is named.
+        precision: a name of `precision.MODES`.
 
     Two launches (states, conv states) for all layers, requests and heads. Raises ValueError on wrong shapes or dtypes.
     """
     heads, dim_v = layers.num_value_heads, layers.head_v_dim
-    per_node = {"p": (p, (heads,)), "k": (k, (layers.num_key_heads, layers.head_k_dim)), "u": (u, (heads, dim_v))}
+    keys = layers.num_key_heads
+    per_node = {"p": (p, (heads,)), "k": (k, (keys, layers.head_k_dim)), "k_scale": (k_scale, (keys,)), "u": (u, (heads, dim_v))}
     check_commit(layers, x, path, path_len, src_slot, dst_slot, dst_len, **per_node)
     tile = dim_v if INTERPRET else min(dim_v, 32)
     grid = (heads * (dim_v // tile), path_len.shape[0], layers.num_layers)
@@ -149,6 +158,7 @@ def commit_factor(
         layers.layer_group,
         p,
         k,
+        k_scale,
         u,
         forest.node_offset,
         path,
@@ -158,6 +168,7 @@ def commit_factor(
         dst_len,
         p.stride(0),
         k.stride(0),
+        k_scale.stride(0),
         u.stride(0),
         path.stride(0),
         *layers.ssm_stride,
@@ -169,7 +180,7 @@ def commit_factor(
         BV=tile,
         DTYPE=TL_DTYPE[layers.ssm_dtype],
         ALIGN=layers.align_bytes,
-        PRECISION=resolve(precision).commit,
+        PRECISION=resolve(precision, k.dtype).commit,
         INTERPRET=INTERPRET,
         num_warps=4,
         num_stages=1,

@@ -27,7 +27,7 @@ def _commit(ssm_states, conv_states, groups, x, forest, new_state, *path_args) -
             conv[dst] = torch.cat([old_conv[src], x[layer, nodes].T], dim=1)[:, -conv.shape[2] :]
 
 
-def commit_factor(ssm_states, conv_states, groups, p, k, u, x, forest: Forest, *path_args) -> None:
+def commit_factor(ssm_states, conv_states, groups, p, k, k_scale, u, x, forest: Forest, *path_args) -> None:
     """See `factor.commit_factor`; the caches as lists of tensors [slots, HV, DK, DV] and [slots, C, width - 1], written in place."""
 
     def new_state(layer, state, nodes, _):
@@ -35,7 +35,7 @@ def commit_factor(ssm_states, conv_states, groups, p, k, u, x, forest: Forest, *
         path_p = p[layer, nodes].double()
         state = torch.exp(path_p[-1])[:, None, None] * state
         for j in range(len(nodes)):
-            key = k[layer, nodes[j]].double().repeat_interleave(repeat, 0)
+            key = (k[layer, nodes[j]].double() * k_scale[layer, nodes[j], :, None].double()).repeat_interleave(repeat, 0)
             weight = torch.exp(path_p[-1] - path_p[j])[:, None, None]
             state = state + weight * key[:, :, None] * u[layer, nodes[j]].double()[:, None, :]
         return state

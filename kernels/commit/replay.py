@@ -1,16 +1,19 @@
 """The commit by replay: the exact recurrence over the accepted path, with native decode's rounding points.
 
 Needs only the conv inputs, g and beta of a node: k and v come again from x (convolution, SiLU, rounding to the activation dtype, L2
-norm of k), so the committed state is the one that decoding the path token by token would have left.
+norm of k), so the committed state is the one that decoding the path token by token would have left. They come for the whole path at
+once, into a small work area of the request; the recurrence then reads them token by token.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from ..conv import pointwise
+from ..conv import node_inputs, pointwise
 from ..conv.pointwise import CONV_WIDTH, NORM_EPS
 from ..precision import INTERPRET, device_function, to_fp32
 from ..topology import Forest
@@ -18,42 +21,57 @@ from .conv import commit_conv
 from .factor import check_commit
 from .layers import TL_DTYPE, LayerTable, load_pointer
 
-round_to, silu = device_function(pointwise.round_to), device_function(pointwise.silu)
+round_to, silu, add_tap = (device_function(f) for f in (pointwise.round_to, pointwise.silu, pointwise.add_tap))
+load_input, load_taps = device_function(node_inputs.load_input), device_function(node_inputs.load_taps)
+
+
+@dataclass
+class ReplayWork:
+    """k, v and gates along the accepted paths, written and read within one commit."""
+
+    k: torch.Tensor  # [L, R, P, HK, DK] activation dtype, not normalised
+    k_scale: torch.Tensor  # [L, R, P, HK] fp32
+    v: torch.Tensor  # [L, R, P, HV, DV] activation dtype
+    g: torch.Tensor  # [L, R, P, HV] fp32 log decay
+    beta: torch.Tensor  # [L, R, P, HV] fp32
+
+    @classmethod
+    def allocate(
+        cls, num_layers: int, max_requests: int, path_width: int, num_key_heads: int, head_k_dim: int, num_value_heads: int,
+        head_v_dim: int, dtype: torch.dtype, device,
+    ) -> ReplayWork:  # fmt: skip
+        """Room for paths of `path_width` nodes."""
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(num_layers, max_requests, path_width, *shape, dtype=dtype, device=device)
+
+        return cls(
+            k=empty(num_key_heads, head_k_dim, dtype=dtype),
+            k_scale=empty(num_key_heads),
+            v=empty(num_value_heads, head_v_dim, dtype=dtype),
+            g=empty(num_value_heads),
+            beta=empty(num_value_heads),
+        )
 
 
 @device_function
-def load_weights(p_weight, o_c, stride_w, stride_tap, INTERPRET: tl.constexpr):
-    """The four taps of channels o_c, oldest first, as fp32."""
-    p_w = p_weight + o_c * stride_w
-    b_w0 = to_fp32(tl.load(p_w), INTERPRET)
-    b_w1 = to_fp32(tl.load(p_w + stride_tap), INTERPRET)
-    b_w2 = to_fp32(tl.load(p_w + 2 * stride_tap), INTERPRET)
-    b_w3 = to_fp32(tl.load(p_w + 3 * stride_tap), INTERPRET)
-    return b_w0, b_w1, b_w2, b_w3
+def path_lengths(p_path_len, p_dst_len, i_r):
+    """Tokens of both destinations of a request, at most the path's; 0: nothing to write."""
+    path_len = tl.load(p_path_len + i_r)
+    len0 = tl.minimum(tl.load(p_dst_len + i_r * 2), path_len)
+    len1 = tl.minimum(tl.load(p_dst_len + i_r * 2 + 1), path_len)
+    return len0, len1, tl.maximum(tl.maximum(len0, len1), 0)
 
 
 @device_function
-def add_tap(b_acc, b_x, b_w, DTYPE: tl.constexpr, ROUND: tl.constexpr, INTERPRET: tl.constexpr):
-    """One tap on an fp32 sum; the product rounded to DTYPE if ROUND, as a product of two blocks of that dtype is."""
-    b_y = b_x * b_w
-    if ROUND:
-        b_y = to_fp32(round_to(b_y, DTYPE), INTERPRET)
-    return b_acc + b_y
-
-
-@device_function
-def conv_step(b_bias, b_x0, b_x1, b_x2, b_x3, b_w0, b_w1, b_w2, b_w3, DTYPE: tl.constexpr, ROUND: tl.constexpr, INTERPRET: tl.constexpr):
-    """Convolution output of one token, rounded to the activation dtype DTYPE; all blocks fp32, x0 the oldest input."""
-    b_acc = add_tap(b_bias, b_x0, b_w0, DTYPE, ROUND, INTERPRET)
-    b_acc = add_tap(b_acc, b_x1, b_w1, DTYPE, ROUND, INTERPRET)
-    b_acc = add_tap(b_acc, b_x2, b_w2, DTYPE, ROUND, INTERPRET)
-    b_acc = add_tap(b_acc, b_x3, b_w3, DTYPE, ROUND, INTERPRET)
-    return to_fp32(round_to(silu(b_acc), DTYPE), INTERPRET)
+def path_source(p_path, o_t, m_t, back):
+    """[BN] conv input `back` tokens before path token o_t: a node of the request, or -1, -2, -3 for the conv state's columns."""
+    b_node = tl.load(p_path + o_t - back, mask=m_t & (o_t >= back), other=0)
+    return tl.where(o_t >= back, b_node, o_t - back)
 
 
 @triton.jit
-def commit_replay_kernel(
-    p_ssm_table,
+def replay_inputs_kernel(
     p_conv_table,
     p_weight_table,
     p_bias_table,
@@ -65,17 +83,19 @@ def commit_replay_kernel(
     p_path,
     p_path_len,
     p_src_slot,
-    p_dst_slot,
     p_dst_len,
+    p_work_k,
+    p_work_scale,
+    p_work_v,
+    p_work_g,
+    p_work_beta,
     eps,
+    MAX_R,
+    P,
     stride_g_layer,
     stride_beta_layer,
     stride_x_layer,
     stride_path,
-    stride_slot,
-    stride_head,
-    stride_k,
-    stride_v,
     stride_conv_slot,
     stride_conv_c,
     stride_conv_w,
@@ -85,69 +105,130 @@ def commit_replay_kernel(
     HV: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    BV: tl.constexpr,
-    DTYPE: tl.constexpr,
     CONV_DTYPE: tl.constexpr,
     WEIGHT_DTYPE: tl.constexpr,
     BIAS_DTYPE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    DENSE: tl.constexpr,
     ALIGN: tl.constexpr,
     ROUND: tl.constexpr,
+    BN: tl.constexpr,
+    BH: tl.constexpr,
+    BD: tl.constexpr,
+):
+    i_h, i_r, i_l = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _, _, num_tokens = path_lengths(p_path_len, p_dst_len, i_r)
+    if num_tokens <= 0:
+        return
+    layer = i_l.to(tl.int64)
+    node_start = tl.load(p_node_offset + i_r).to(tl.int64)
+    slot = tl.load(p_src_slot + tl.load(p_layer_group + i_l) * tl.num_programs(1) + i_r).to(tl.int64)
+    # [1, BH] heads in the order k, v; [1, BH, BD] their channels
+    o_h = (i_h * BH + tl.arange(0, BH))[None, :]
+    o_d = tl.arange(0, BD)[None, None, :]
+    m_k, m_v = o_h < HK, (o_h >= HK) & (o_h < HK + HV)
+    if DK == DV:
+        o_c = (HK + o_h)[:, :, None] * DK + o_d
+    else:
+        o_c = tl.where(o_h < HK, (HK + o_h) * DK, 2 * HK * DK + (o_h - HK) * DV)[:, :, None] + o_d
+    m_c = (m_k[:, :, None] & (o_d < DK)) | (m_v[:, :, None] & (o_d < DV))
+    p_conv = load_pointer(p_conv_table, i_l, CONV_DTYPE, ALIGN) + slot * stride_conv_slot
+    p_weight = load_pointer(p_weight_table, i_l, WEIGHT_DTYPE, ALIGN)
+    p_xr = p_x + layer * stride_x_layer + node_start * (2 * HK * DK + HV * DV)
+    p_path_r = p_path + i_r * stride_path
+    b_w0, b_w1, b_w2, b_w3 = load_taps(p_weight, o_c, m_c, stride_weight, stride_tap, BH, BD)
+    b_bias = tl.full([1, BH, BD], 0.0, tl.float32)
+    if HAS_BIAS:
+        b_bias += tl.load(load_pointer(p_bias_table, i_l, BIAS_DTYPE, ALIGN) + o_c, mask=m_c, other=0.0).to(tl.float32)
+
+    for i_t in range(0, num_tokens, BN):
+        o_t = i_t + tl.arange(0, BN)
+        m_t = o_t < num_tokens
+        m_tc = m_t[:, None, None] & m_c
+        C: tl.constexpr = 2 * HK * DK + HV * DV
+        b_node = path_source(p_path_r, o_t, m_t, 0)
+        # [BN, BH, BD] oldest to newest, as decode adds them
+        b_acc = tl.full([BN, BH, BD], 0.0, tl.float32) + b_bias
+        b_source = path_source(p_path_r, o_t, m_t, 3)
+        b_x = load_input(p_xr, p_conv, b_source, 0, o_c, m_tc, C, 0, stride_conv_c, stride_conv_w, 4, DENSE)
+        b_acc = add_tap(b_acc, b_x, b_w0, ROUND)
+        b_source = path_source(p_path_r, o_t, m_t, 2)
+        b_x = load_input(p_xr, p_conv, b_source, 0, o_c, m_tc, C, 0, stride_conv_c, stride_conv_w, 4, DENSE)
+        b_acc = add_tap(b_acc, b_x, b_w1, ROUND)
+        b_source = path_source(p_path_r, o_t, m_t, 1)
+        b_x = load_input(p_xr, p_conv, b_source, 0, o_c, m_tc, C, 0, stride_conv_c, stride_conv_w, 4, DENSE)
+        b_acc = add_tap(b_acc, b_x, b_w2, ROUND)
+        b_x = load_input(p_xr, p_conv, b_node, 0, o_c, m_tc, C, 0, stride_conv_c, stride_conv_w, 4, DENSE)
+        b_acc = add_tap(b_acc, b_x, b_w3, ROUND)
+        b_y = round_to(silu(b_acc), CONV_DTYPE)
+        b_f = tl.where(m_c, b_y.to(tl.float32), 0.0)
+        b_scale = tl.rsqrt(tl.sum(b_f * b_f, axis=2) + eps)
+        # [BN] rows of the work area
+        o_w = (layer * MAX_R + i_r) * P + o_t
+        m_th = m_t[:, None]
+        tl.store(p_work_k + (o_w * HK)[:, None, None] * DK + (o_h[:, :, None] * DK + o_d), b_y, mask=m_tc & m_k[:, :, None])
+        tl.store(p_work_v + (o_w * HV)[:, None, None] * DV + ((o_h - HK)[:, :, None] * DV + o_d), b_y, mask=m_tc & m_v[:, :, None])
+        tl.store(p_work_scale + (o_w * HK)[:, None] + o_h, b_scale, mask=m_th & m_k)
+        o_gate = ((node_start + b_node) * HV)[:, None] + (o_h - HK)
+        o_work = (o_w * HV)[:, None] + (o_h - HK)
+        tl.store(p_work_g + o_work, tl.load(p_g + layer * stride_g_layer + o_gate, mask=m_th & m_v), mask=m_th & m_v)
+        tl.store(p_work_beta + o_work, tl.load(p_beta + layer * stride_beta_layer + o_gate, mask=m_th & m_v), mask=m_th & m_v)
+
+
+@triton.jit
+def commit_replay_kernel(
+    p_ssm_table,
+    p_layer_group,
+    p_k,
+    p_k_scale,
+    p_v,
+    p_g,
+    p_beta,
+    p_path_len,
+    p_src_slot,
+    p_dst_slot,
+    p_dst_len,
+    MAX_R,
+    P,
+    stride_slot,
+    stride_head,
+    stride_k,
+    stride_v,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BV: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     i_vh, i_r, i_l = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_v, i_hv = i_vh % (DV // BV), i_vh // (DV // BV)
-    path_len = tl.load(p_path_len + i_r)
-    i_slot = tl.load(p_layer_group + i_l) * tl.num_programs(1) + i_r
-    dst0 = tl.load(p_dst_slot + i_slot * 2).to(tl.int64)
-    dst1 = tl.load(p_dst_slot + i_slot * 2 + 1).to(tl.int64)
-    len0 = tl.minimum(tl.load(p_dst_len + i_r * 2), path_len)
-    len1 = tl.minimum(tl.load(p_dst_len + i_r * 2 + 1), path_len)
-    num_tokens = tl.maximum(tl.maximum(len0, len1), 0)
+    len0, len1, num_tokens = path_lengths(p_path_len, p_dst_len, i_r)
     if num_tokens <= 0:
         return
+    i_slot = tl.load(p_layer_group + i_l) * tl.num_programs(1) + i_r
     src = tl.load(p_src_slot + i_slot).to(tl.int64)
-    layer = i_l.to(tl.int64)
-    node_start = tl.load(p_node_offset + i_r)
+    dst0 = tl.load(p_dst_slot + i_slot * 2).to(tl.int64)
+    dst1 = tl.load(p_dst_slot + i_slot * 2 + 1).to(tl.int64)
     o_d = tl.arange(0, DK)
     o_v = i_v * BV + tl.arange(0, BV)
-    # channels of this head's k and of this tile's v
-    o_ck = (HK + i_hv // (HV // HK)) * DK + o_d
-    o_cv = 2 * HK * DK + i_hv * DV + o_v
-    p_weight = load_pointer(p_weight_table, i_l, WEIGHT_DTYPE, ALIGN)
-    b_wk0, b_wk1, b_wk2, b_wk3 = load_weights(p_weight, o_ck, stride_weight, stride_tap, INTERPRET)
-    b_wv0, b_wv1, b_wv2, b_wv3 = load_weights(p_weight, o_cv, stride_weight, stride_tap, INTERPRET)
-    b_bias_k = tl.full([DK], 0.0, tl.float32)
-    b_bias_v = tl.full([BV], 0.0, tl.float32)
-    if HAS_BIAS:
-        p_bias = load_pointer(p_bias_table, i_l, BIAS_DTYPE, ALIGN)
-        b_bias_k += tl.load(p_bias + o_ck).to(tl.float32)
-        b_bias_v += tl.load(p_bias + o_cv).to(tl.float32)
-    p_conv = load_pointer(p_conv_table, i_l, CONV_DTYPE, ALIGN) + src * stride_conv_slot
-    b_k0 = to_fp32(tl.load(p_conv + o_ck * stride_conv_c), INTERPRET)
-    b_k1 = to_fp32(tl.load(p_conv + o_ck * stride_conv_c + stride_conv_w), INTERPRET)
-    b_k2 = to_fp32(tl.load(p_conv + o_ck * stride_conv_c + 2 * stride_conv_w), INTERPRET)
-    b_v0 = to_fp32(tl.load(p_conv + o_cv * stride_conv_c), INTERPRET)
-    b_v1 = to_fp32(tl.load(p_conv + o_cv * stride_conv_c + stride_conv_w), INTERPRET)
-    b_v2 = to_fp32(tl.load(p_conv + o_cv * stride_conv_c + 2 * stride_conv_w), INTERPRET)
     # [BV, DK], the tile and order of native decode
     p_state = load_pointer(p_ssm_table, i_l, DTYPE, ALIGN) + i_hv.to(tl.int64) * stride_head
     o_state = o_v[:, None] * stride_v + o_d[None, :] * stride_k
     b_s = to_fp32(tl.load(p_state + src * stride_slot + o_state), INTERPRET)
+    i_hk = i_hv // (HV // HK)
+    first = (i_l.to(tl.int64) * MAX_R + i_r) * P
 
     for i_t in range(num_tokens):
-        row = (node_start + tl.load(p_path + i_r * stride_path + i_t)).to(tl.int64)
-        p_row = p_x + layer * stride_x_layer + row * (2 * HK * DK + HV * DV)
-        b_k3 = to_fp32(tl.load(p_row + o_ck), INTERPRET)
-        b_v3 = to_fp32(tl.load(p_row + o_cv), INTERPRET)
-        b_k = conv_step(b_bias_k, b_k0, b_k1, b_k2, b_k3, b_wk0, b_wk1, b_wk2, b_wk3, CONV_DTYPE, ROUND, INTERPRET)
-        b_v = conv_step(b_bias_v, b_v0, b_v1, b_v2, b_v3, b_wv0, b_wv1, b_wv2, b_wv3, CONV_DTYPE, ROUND, INTERPRET)
-        b_k = b_k * tl.rsqrt(tl.sum(b_k * b_k) + eps)
-        b_s = b_s * tl.exp(tl.load(p_g + layer * stride_g_layer + row * HV + i_hv))
-        b_v = (b_v - tl.sum(b_s * b_k[None, :], 1)) * tl.load(p_beta + layer * stride_beta_layer + row * HV + i_hv)
+        o_k = (first + i_t) * HK + i_hk
+        o_h = (first + i_t) * HV + i_hv
+        b_k = to_fp32(tl.load(p_k + o_k * DK + o_d), INTERPRET) * tl.load(p_k_scale + o_k)
+        b_v = to_fp32(tl.load(p_v + o_h * DV + o_v), INTERPRET)
+        b_s = b_s * tl.exp(tl.load(p_g + o_h))
+        b_v = (b_v - tl.sum(b_s * b_k[None, :], 1)) * tl.load(p_beta + o_h)
         b_s = b_s + b_v[:, None] * b_k[None, :]
-        b_k0, b_k1, b_k2 = b_k1, b_k2, b_k3
-        b_v0, b_v1, b_v2 = b_v1, b_v2, b_v3
         # slot 0 is the null block
         if (i_t + 1 == len0) & (dst0 > 0):
             tl.store(p_state + dst0 * stride_slot + o_state, round_to(b_s, DTYPE))
@@ -166,6 +247,7 @@ def commit_replay(
     src_slot: torch.Tensor,
     dst_slot: torch.Tensor,
     dst_len: torch.Tensor,
+    work: ReplayWork | None = None,
     round_products: bool | None = None,
 ) -> None:
     """Writes every layer's state and conv state after the accepted path, in place, by replaying the recurrence.
@@ -175,22 +257,28 @@ def commit_replay(
         g, beta: [L, capacity, HV] fp32, a node's own log decay and its linear write gate. x: [L, capacity, C], conv inputs in the conv
             state's dtype. Any stride of the first dimension, contiguous behind it.
         forest, path, path_len, src_slot, dst_slot, dst_len: as `commit_factor`.
+        work: for L layers, at least R requests and paths of Dp nodes, overwritten; None: allocated here.
         round_products: round each product of the convolution to x.dtype; None: as native decode on this device does.
 
-    Two launches for all layers, requests and heads: the states first, since they read the old conv state. Raises ValueError on wrong
-    shapes or dtypes, or a table without weights.
+    Three launches for all layers, requests and heads: inputs of the path, states, conv states (last, since the first reads them).
+    Raises ValueError on wrong shapes or dtypes, or a table without weights.
     """
-    heads, dim_v = layers.num_value_heads, layers.head_v_dim
+    heads, dim_v, keys, dim_k = layers.num_value_heads, layers.head_v_dim, layers.num_key_heads, layers.head_k_dim
     check_commit(layers, x, path, path_len, src_slot, dst_slot, dst_len, g=(g, (heads,)), beta=(beta, (heads,)))
     if layers.weight_ptr is None or layers.conv_width != CONV_WIDTH:
         raise ValueError(f"the replay needs conv weights of width {CONV_WIDTH}; the layer table has width {layers.conv_width}")
+    num_layers, num_requests, width = layers.num_layers, path_len.shape[0], path.shape[1]
+    if num_requests == 0:
+        return
+    if work is None:
+        work = ReplayWork.allocate(num_layers, num_requests, width, keys, dim_k, heads, dim_v, x.dtype, x.device)
+    _check_work(work, (num_layers, num_requests, width, keys, dim_k), (heads, dim_v), x.dtype)
     if round_products is None:
         round_products = x.is_cuda and layers.weight_dtype == x.dtype and x.dtype != torch.float32
-    tile = dim_v if INTERPRET else min(dim_v, 32)
-    grid = (heads * (dim_v // tile), path_len.shape[0], layers.num_layers)
     has_bias = layers.bias_ptr is not None
-    commit_replay_kernel[grid](
-        layers.ssm_ptr,
+    sizes = {"HK": keys, "HV": heads, "DK": dim_k, "DV": dim_v}
+    tokens, group = _inputs_tile(width, keys + heads)
+    replay_inputs_kernel[(triton.cdiv(keys + heads, group), num_requests, num_layers)](
         layers.conv_ptr,
         layers.weight_ptr,
         layers.bias_ptr if has_bias else layers.weight_ptr,
@@ -202,30 +290,74 @@ def commit_replay(
         path,
         path_len,
         src_slot,
-        dst_slot,
         dst_len,
+        work.k,
+        work.k_scale,
+        work.v,
+        work.g,
+        work.beta,
         NORM_EPS,
+        work.k.shape[1],
+        work.k.shape[2],
         g.stride(0),
         beta.stride(0),
         x.stride(0),
         path.stride(0),
-        *layers.ssm_stride,
         *layers.conv_stride,
         *layers.weight_stride,
-        HK=layers.num_key_heads,
-        HV=heads,
-        DK=layers.head_k_dim,
-        DV=dim_v,
-        BV=tile,
-        DTYPE=TL_DTYPE[layers.ssm_dtype],
+        **sizes,
         CONV_DTYPE=TL_DTYPE[layers.conv_dtype],
         WEIGHT_DTYPE=TL_DTYPE[layers.weight_dtype],
         BIAS_DTYPE=TL_DTYPE[layers.bias_dtype if has_bias else layers.weight_dtype],
         HAS_BIAS=has_bias,
+        DENSE=layers.conv_stride[1] == 1,
         ALIGN=layers.align_bytes,
         ROUND=round_products,
+        BN=tokens,
+        BH=group,
+        BD=triton.next_power_of_2(max(dim_k, dim_v)),
+    )
+    tile = dim_v if INTERPRET else min(dim_v, 32)
+    commit_replay_kernel[(heads * (dim_v // tile), num_requests, num_layers)](
+        layers.ssm_ptr,
+        layers.layer_group,
+        work.k,
+        work.k_scale,
+        work.v,
+        work.g,
+        work.beta,
+        path_len,
+        src_slot,
+        dst_slot,
+        dst_len,
+        work.k.shape[1],
+        work.k.shape[2],
+        *layers.ssm_stride,
+        **sizes,
+        BV=tile,
+        DTYPE=TL_DTYPE[layers.ssm_dtype],
+        ALIGN=layers.align_bytes,
         INTERPRET=INTERPRET,
         num_warps=4,
         num_stages=3,
     )
     commit_conv(layers, x, forest.node_offset, path, path_len, src_slot, dst_slot, dst_len)
+
+
+def _inputs_tile(path_width: int, num_heads: int) -> tuple[int, int]:
+    """Tokens and heads of one program; the interpreter pays per operation, not per element."""
+    tokens = triton.next_power_of_2(path_width)
+    return (min(32, tokens), min(16, triton.next_power_of_2(num_heads))) if INTERPRET else (min(8, tokens), 2)
+
+
+def _check_work(work: ReplayWork, wanted: tuple[int, int, int, int, int], value_heads: tuple[int, int], dtype: torch.dtype) -> None:
+    num_layers, num_requests, width, *key_heads = wanted
+    rows = tuple(work.k.shape[:3])
+    if rows[0] != num_layers or rows[1] < num_requests or rows[2] < width:
+        raise ValueError(f"work: room for {num_layers} layers, {num_requests} requests and {width} nodes is needed, got {rows}")
+    fields = {"k": (tuple(key_heads), dtype), "k_scale": (tuple(key_heads[:1]), torch.float32), "v": (value_heads, dtype)}
+    fields |= dict.fromkeys(("g", "beta"), (value_heads[:1], torch.float32))
+    for name, (shape, kind) in fields.items():
+        tensor = getattr(work, name)
+        if tuple(tensor.shape) != (*rows, *shape) or tensor.dtype != kind or not tensor.is_contiguous():
+            raise ValueError(f"work.{name}: expected contiguous {kind} {(*rows, *shape)}, got {tensor.dtype} {tuple(tensor.shape)}")

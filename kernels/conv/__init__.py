@@ -1,4 +1,3 @@
-from .gates import tree_gates
-from .path_conv import tree_conv
+from .node_inputs import NodeInputs, tree_inputs
 
-__all__ = ["tree_conv", "tree_gates"]
+__all__ = ["NodeInputs", "tree_inputs"]

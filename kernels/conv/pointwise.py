@@ -9,13 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..precision import INTERPRETED, to_bf16
+
 # width of GDN's causal convolution: 3 columns of history and the token itself
 CONV_WIDTH = 4
 # epsilon of the L2 norm of q and k
 NORM_EPS = 1e-6
-
-# decided when the kernels are decorated, as triton.jit itself does
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def native_rounds_products(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -35,6 +34,8 @@ def round_to(b_x, dtype: tl.constexpr):
         m_nan = (b_bits & 0x7FFFFFFF) > 0x7F800000
         b_bits = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) >> 16
         b_y = tl.where(m_nan, 0x7FC0, b_bits).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    elif dtype == tl.bfloat16:
+        b_y = to_bf16(b_x)
     else:
         b_y = b_x.to(dtype)
     return b_y
@@ -43,9 +44,13 @@ def round_to(b_x, dtype: tl.constexpr):
 @triton.jit
 def add_tap(b_acc, b_x, b_w, ROUND: tl.constexpr):
     """One tap of the convolution on an fp32 sum; exact fp32 product of 16-bit operands, rounded to their dtype if ROUND."""
-    b_product = b_x.to(tl.float32) * b_w.to(tl.float32)
-    if ROUND:
-        b_product = round_to(b_product, b_x.dtype).to(tl.float32)
+    if ROUND and not INTERPRETED:
+        # a product of two 16-bit blocks is rounded once, which is what is wanted
+        b_product = (b_x * b_w).to(tl.float32)
+    else:
+        b_product = b_x.to(tl.float32) * b_w.to(tl.float32)
+        if ROUND:
+            b_product = round_to(b_product, b_x.dtype).to(tl.float32)
     return b_acc + b_product
 
 

@@ -1,3 +1,3 @@
-from .block_inverse import padded_nodes, tree_factors
+from .rows import tree_factors
 
-__all__ = ["padded_nodes", "tree_factors"]
+__all__ = ["tree_factors"]

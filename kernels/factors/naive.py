@@ -1,56 +1,51 @@
-"""Oracle of the tree factors: every entry from its definition, fp64."""
+"""Oracle of the factors: G and C from their definitions and the dense inverse, fp64."""
 
 from __future__ import annotations
 
 import torch
 
+from ..conv import NodeInputs
 from ..topology import Forest
 
-WORD_BITS = 32
 
-
-def ancestor_lists(forest: Forest, request: int) -> list[list[int]]:
-    """For every node of a request: its ancestors and itself, ascending, from the bitmasks."""
+def path_lists(forest: Forest, request: int) -> list[list[int]]:
+    """For every node of a request: its path from the root, itself last, from the parents."""
     first, last = int(forest.node_offset[request]), int(forest.node_offset[request + 1])
-    words = forest.ancestors[first:last].tolist()
-    return [[j for j in range(last - first) if (row[j // WORD_BITS] >> (j % WORD_BITS)) & 1] for row in words]
+    paths: list[list[int]] = []
+    for i, parent in enumerate(forest.parent[first:last].tolist()):
+        paths.append([*(paths[parent] if parent >= 0 else []), i])
+    return paths
 
 
-def tree_factors(
-    k: torch.Tensor,
-    q: torch.Tensor,
-    beta: torch.Tensor,
-    p: torch.Tensor,
-    forest: Forest,
-    out_g: torch.Tensor,
-    out_c: torch.Tensor,
-    block: int,
-    precision: str = "ieee",
-) -> None:
-    """See `block_inverse.tree_factors`."""
-    group = beta.shape[1] // k.shape[1]
+def tree_gram(inputs: NodeInputs, forest: Forest, request: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """G and C [n, n] fp64 of one request and value head; finite inputs only."""
+    first, paths = int(forest.node_offset[request]), path_lists(forest, request)
+    n, i_hk = len(paths), head // (inputs.v.shape[1] // inputs.k.shape[1])
+    nodes = slice(first, first + n)
+    # [n, DK], [n]
+    k = inputs.k[nodes, i_hk].double() * inputs.k_scale[nodes, i_hk, None].double()
+    q = inputs.q[nodes, i_hk].double() * inputs.q_scale[nodes, i_hk, None].double()
+    beta, decay = inputs.beta[nodes, head].double(), inputs.g[nodes, head].double()
+    p = torch.stack([decay[path].sum() for path in paths])
+    g = torch.zeros(n, n, dtype=torch.float64, device=k.device)
+    c = torch.zeros_like(g)
+    for i, path in enumerate(paths):
+        weight = torch.exp(p[i] - p[path])
+        c[i, path] = weight * (k[path] @ q[i])
+        g[i, path[:-1]] = (beta[i] * weight * (k[path] @ k[i]))[:-1]
+    return g, c
+
+
+def tree_factors(inputs: NodeInputs, forest: Forest, out_z: torch.Tensor | None, out_y: torch.Tensor) -> None:
+    """See `rows.tree_factors`; finite inputs only."""
     for r in range(forest.max_requests):
-        first, last = int(forest.node_offset[r]), int(forest.node_offset[r + 1])
-        n = last - first
-        lists = ancestor_lists(forest, r)
-        for hv in range(beta.shape[1]):
-            # [n, DK], [n]
-            kh, qh = k[first:last, hv // group].double(), q[first:last, hv // group].double()
-            ph, bh = p[first:last, hv].double(), beta[first:last, hv].double()
-            g = torch.zeros(n, n, dtype=torch.float64, device=k.device)
-            c = torch.zeros_like(g)
-            for i in range(n):
-                for j in lists[i]:
-                    decay = torch.exp(ph[i] - ph[j])
-                    c[i, j] = decay * (qh[i] @ kh[j])
-                    if j != i:
-                        g[i, j] = bh[i] * decay * (kh[i] @ kh[j])
-            for lo in range(0, n, block):
-                hi = min(lo + block, n)
-                eye = torch.eye(hi - lo, dtype=torch.float64, device=k.device)
-                g[lo:hi, lo:hi] = torch.linalg.solve_triangular(eye + g[lo:hi, lo:hi], eye, upper=False)
-            # Columns right of a row's diagonal block are not part of the contract.
-            for i in range(n):
-                end = min((i // block + 1) * block, n)
-                out_g[first + i, hv, :end] = g[i, :end].to(out_g.dtype)
-                out_c[first + i, hv, :end] = c[i, :end].to(out_c.dtype)
+        first, paths = int(forest.node_offset[r]), path_lists(forest, r)
+        for hv in range(inputs.v.shape[1] if paths else 0):
+            g, c = tree_gram(inputs, forest, r, hv)
+            eye = torch.eye(len(paths), dtype=g.dtype, device=g.device)
+            z = torch.linalg.solve_triangular(eye + g, eye, upper=False)
+            for i, path in enumerate(paths):
+                for out, rows in ((out_z, z), (out_y, c @ z)):
+                    if out is not None:
+                        out[first + i, hv] = 0
+                        out[first + i, hv, : len(path)] = rows[i, path].to(out.dtype)

@@ -1,3 +1,3 @@
-from .forward_substitution import tree_solve
+from .parallel_solve import NODE_BLOCK, tree_solve
 
-__all__ = ["tree_solve"]
+__all__ = ["NODE_BLOCK", "tree_solve"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..conv import NodeInputs
+from ..factors.naive import path_lists
 from ..topology import Forest
 
 
@@ -41,35 +43,30 @@ def tree_recurrence(
 
 
 def tree_solve(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    p: torch.Tensor,
-    g: torch.Tensor,
-    c: torch.Tensor,
+    inputs: NodeInputs,
+    z: torch.Tensor | None,
+    y: torch.Tensor,
     state: torch.Tensor,
     state_slot: torch.Tensor,
     forest: Forest,
     out_o: torch.Tensor,
-    out_u: torch.Tensor,
-    block: int,
+    out_u: torch.Tensor | None = None,
+    scratch_r: torch.Tensor | None = None,
     precision: str = "ieee",
 ) -> None:
-    """See `forward_substitution.tree_solve`; fp64 inside."""
-    group = v.shape[1] // k.shape[1]
+    """See `parallel_solve.tree_solve`; fp64 inside, finite inputs only."""
+    group = inputs.v.shape[1] // inputs.k.shape[1]
     for r in range(forest.max_requests):
-        first, last = int(forest.node_offset[r]), int(forest.node_offset[r + 1])
-        n, row = last - first, int(forest.token_start[r])
-        for hv in range(v.shape[1]):
+        first, paths, row = int(forest.node_offset[r]), path_lists(forest, r), int(forest.token_start[r])
+        nodes = slice(first, first + len(paths))
+        for hv in range(inputs.v.shape[1] if paths else 0):
             s = state[int(state_slot[r]), hv].double()
-            kh, qh = k[first:last, hv // group].double(), q[first:last, hv // group].double()
-            decay = torch.exp(p[first:last, hv].double())[:, None]
-            rest = beta[first:last, hv].double()[:, None] * (v[first:last, hv].double() - decay * (kh @ s))
-            u = torch.zeros(n, v.shape[2], dtype=torch.float64, device=v.device)
-            gh, ch = g[first:last, hv, :n].double().tril(), c[first:last, hv, :n].double().tril()
-            for lo in range(0, n, block):
-                hi = min(lo + block, n)
-                u[lo:hi] = gh[lo:hi, lo:hi] @ (rest[lo:hi] - gh[lo:hi, :lo] @ u[:lo])
-            out_u[first:last, hv] = u.to(out_u.dtype)
-            out_o[row : row + n, hv] = (decay * (qh @ s) + ch @ u).to(out_o.dtype)
+            kh = inputs.k[nodes, hv // group].double() * inputs.k_scale[nodes, hv // group, None].double()
+            qh = inputs.q[nodes, hv // group].double() * inputs.q_scale[nodes, hv // group, None].double()
+            decay = torch.exp(inputs.p[nodes, hv].double())[:, None]
+            rest = inputs.beta[nodes, hv].double()[:, None] * (inputs.v[nodes, hv].double() - decay * (kh @ s))
+            for i, path in enumerate(paths):
+                weights = y[first + i, hv, : len(path)].double()
+                out_o[row + i, hv] = (decay[i] * (qh[i] @ s) + weights @ rest[path]).to(out_o.dtype)
+                if out_u is not None:
+                    out_u[first + i, hv] = (z[first + i, hv, : len(path)].double() @ rest[path]).to(out_u.dtype)

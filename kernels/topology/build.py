@@ -14,6 +14,14 @@ MAX_REQUESTS = 1024
 
 
 @triton.jit
+def parent_of(p_parent, b_node, b_stored):
+    """Parent of stored nodes, -1 for the root and for nothing (-1). Pads hang below the root; a parent comes before its child."""
+    b_up = tl.load(p_parent + b_node, mask=(b_node > 0) & (b_node < b_stored), other=-1)
+    b_up = tl.where((b_node > 0) & (b_node >= b_stored), 0, b_up)
+    return tl.where(b_up < b_node, b_up, -1)
+
+
+@triton.jit
 def build_forest_kernel(
     slot_parent,  # [S, T]
     slot_token,  # [S, T]
@@ -30,6 +38,9 @@ def build_forest_kernel(
     token,  # [capacity]
     logprob,  # [capacity]
     ancestors,  # [capacity, W]
+    request,  # [capacity]
+    path,  # [capacity, D]
+    conv_source,  # [capacity, 4]
     stride_parent,
     stride_token,
     stride_logprob,
@@ -37,6 +48,7 @@ def build_forest_kernel(
     CAPACITY,
     T: tl.constexpr,
     W: tl.constexpr,
+    D: tl.constexpr,
     BR: tl.constexpr,
     BQ: tl.constexpr,
     BT: tl.constexpr,
@@ -93,8 +105,7 @@ def build_forest_kernel(
         b_depth += (b_cur >= 0).to(tl.int32)
         # a finished node has word -1, which matches none
         b_mask |= tl.where((b_cur >> 5)[:, :, None] == o_w, (1 << (b_cur & 31))[:, :, None], 0)
-        b_next = tl.load(p_parent + b_cur, mask=b_cur > 0, other=-1)
-        b_cur = tl.where(b_next < b_cur, b_next, -1)
+        b_cur = parent_of(p_parent, b_cur, b_stored[:, None])
 
     o_n = b_offset[:, None] + o_t
     tl.store(parent + o_n, b_parent, mask=m_t)
@@ -103,6 +114,20 @@ def build_forest_kernel(
     tl.store(logprob + o_n, b_logprob, mask=m_t)
     p_mask = ancestors + o_n.to(tl.int64)[:, :, None] * W + o_w
     tl.store(p_mask, b_mask, mask=m_t[:, :, None] & (o_w < W))
+    tl.store(request + o_n, o_q[:, None] + tl.zeros([BQ, BT], dtype=tl.int32), mask=m_t)
+
+    # the path again, now that each ancestor's depth is known, and the inputs of the convolution along it
+    o_d = tl.arange(0, D)[None, None, :]
+    p_path = path + o_n.to(tl.int64)[:, :, None] * D + o_d
+    tl.store(p_path, tl.full([BQ, BT, D], -1, dtype=tl.int32), mask=m_t[:, :, None] & (o_d > b_depth[:, :, None]))
+    p_source = conv_source + o_n.to(tl.int64) * 4
+    b_cur = tl.where(m_t, o_t + tl.zeros([BQ, BT], dtype=tl.int32), -1)
+    for i_up in range(tl.maximum(tl.max(tl.max(b_depth, axis=1), axis=0) + 1, 4)):
+        m_cur = m_t & (i_up <= b_depth)
+        tl.store(path + o_n.to(tl.int64) * D + b_depth - i_up, b_cur, mask=m_cur & (b_depth - i_up < D))
+        # above the root: -1, -2, ... columns of the conv state, newest first
+        tl.store(p_source + 3 - i_up, tl.where(m_cur, b_row[:, None] + b_cur, b_depth - i_up), mask=m_t & (i_up < 4))
+        b_cur = parent_of(p_parent, b_cur, b_stored[:, None])
 
 
 def build_forest(
@@ -161,6 +186,9 @@ def build_forest(
         forest.token,
         forest.logprob,
         forest.ancestors,
+        forest.request,
+        forest.path,
+        forest.conv_source,
         slot_parent.stride(0),
         slot_token.stride(0),
         slot_logprob.stride(0),
@@ -168,6 +196,7 @@ def build_forest(
         forest.capacity,
         T=T,
         W=W,
+        D=forest.path.shape[1],
         BR=request_block(forest),
         BQ=BQ,
         BT=triton.next_power_of_2(T),

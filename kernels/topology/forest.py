@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 WORD_BITS = 32
+# inputs of GDN's causal convolution: three before the node and the node's own
+CONV_WIDTH = 4
 
 
 def num_mask_words(max_nodes: int) -> int:
     """Words of an ancestor bitmask over `max_nodes` nodes."""
     return (max_nodes + WORD_BITS - 1) // WORD_BITS
+
+
+def path_columns(max_depth: int) -> int:
+    """Columns of a node's path: one per depth and a spare one, rounded up to a size that tensor cores take."""
+    return max(16, 1 << (max_depth + 1).bit_length())
 
 
 @dataclass
@@ -36,6 +43,13 @@ class Forest:
     logprob: torch.Tensor
     # [capacity, W] bit j % 32 of word j // 32: node j of the same request is an ancestor of this node, or is it
     ancestors: torch.Tensor
+    # [capacity] node -> its request
+    request: torch.Tensor
+    # [capacity, D] node -> index within the request of its ancestor at depth m, itself at m = depth, -1 beyond
+    path: torch.Tensor
+    # [capacity, 4] node -> its conv inputs, oldest first, itself last: a token row, or -1, -2, -3 for the newest, middle and oldest
+    # column of the request's conv state
+    conv_source: torch.Tensor
     # static bound on the nodes of one request (T, root included)
     max_nodes: int
     # static bound on a node's depth
@@ -59,6 +73,9 @@ class Forest:
             token=zeros(capacity),
             logprob=zeros(capacity, dtype=torch.float32),
             ancestors=zeros(capacity, num_mask_words(max_nodes)),
+            request=zeros(capacity),
+            path=zeros(capacity, path_columns(max_depth)),
+            conv_source=zeros(capacity, CONV_WIDTH),
             max_nodes=max_nodes,
             max_depth=max_depth,
         )
@@ -73,14 +90,4 @@ class Forest:
 
     def for_requests(self, num_requests: int) -> Forest:
         """The same buffers seen by a batch of `num_requests` requests (fewer programs to launch)."""
-        return Forest(
-            node_offset=self.node_offset[: num_requests + 1],
-            token_start=self.token_start[:num_requests],
-            parent=self.parent,
-            depth=self.depth,
-            token=self.token,
-            logprob=self.logprob,
-            ancestors=self.ancestors,
-            max_nodes=self.max_nodes,
-            max_depth=self.max_depth,
-        )
+        return replace(self, node_offset=self.node_offset[: num_requests + 1], token_start=self.token_start[:num_requests])

@@ -22,7 +22,8 @@ def check_integrity(forest: Forest, num_requests: int, spine: bool = False) -> N
     if offsets[-1] > forest.capacity:
         raise ValueError(f"capacity: {offsets[-1]} nodes in a forest of {forest.capacity}")
     total = offsets[-1]
-    columns = [getattr(forest, name)[:total].tolist() for name in ("parent", "depth", "token", "logprob", "ancestors")]
+    names = ("parent", "depth", "token", "logprob", "ancestors", "request", "path", "conv_source")
+    columns = [getattr(forest, name)[:total].tolist() for name in names]
     for r in range(num_requests):
         tree = [column[offsets[r] : offsets[r + 1]] for column in columns]
         if len(tree[0]) > forest.max_nodes:
@@ -31,6 +32,7 @@ def check_integrity(forest: Forest, num_requests: int, spine: bool = False) -> N
             _check_shape(r, forest.max_depth, *tree[:2])
             _check_masks(r, tree[0], tree[4])
             _check_content(r, tree[0], tree[2], tree[3])
+            _check_paths(r, int(forest.token_start[r]), tree[0], *tree[5:])
             if spine:
                 _check_spine(r, tree[0], tree[2], tree[3])
 
@@ -56,6 +58,17 @@ def _check_masks(r: int, parent: list[int], ancestors: list[list[int]]) -> None:
         found = sum((word & 0xFFFFFFFF) << (WORD_BITS * w) for w, word in enumerate(ancestors[i]))
         if found != expected[i]:
             raise ValueError(f"bitmask: request {r} node {i} has ancestors {found:#x}, expected {expected[i]:#x}")
+
+
+def _check_paths(r: int, row: int, parent: list[int], request: list[int], path: list[list[int]], conv_source: list[list[int]]) -> None:
+    """Request, path and conv inputs follow from the parents."""
+    paths: list[list[int]] = []
+    for i, up in enumerate(parent):
+        paths.append([*(paths[up] if up >= 0 else []), i])
+        padded = paths[i] + [-1] * (len(path[i]) - len(paths[i]))
+        sources = [-3, -2, -1, *(row + j for j in paths[i])][-4:]
+        if request[i] != r or path[i] != padded or conv_source[i] != sources:
+            raise ValueError(f"path: request {r} node {i} has request {request[i]}, path {path[i]}, conv inputs {conv_source[i]}")
 
 
 def _check_content(r: int, parent: list[int], token: list[int], logprob: list[float]) -> None:

@@ -39,8 +39,20 @@ def naive_build_forest(
             forest.ancestors[n] = forest.ancestors[offset + parent] if parent >= 0 else 0
             bit = 1 << (i % WORD_BITS)
             forest.ancestors[n, i // WORD_BITS] |= bit - (1 << WORD_BITS) if bit >> (WORD_BITS - 1) else bit
+            fill_path(forest, n, r, i)
         offset += num_nodes
         forest.node_offset[r + 1] = offset
+
+
+def fill_path(forest: Forest, n: int, r: int, i: int) -> None:
+    """Request, path and conv inputs of node i of request r, compact index n; its parent, depth and request's start are filled in."""
+    up = int(forest.parent[n])
+    forest.request[n] = r
+    forest.path[n] = forest.path[n - i + up] if up >= 0 else -1
+    forest.path[n, int(forest.depth[n])] = i
+    above = forest.conv_source[n - i + up] if up >= 0 else torch.tensor([-4, -3, -2, -1], dtype=torch.int32, device=forest.path.device)
+    forest.conv_source[n, :-1] = above[1:]
+    forest.conv_source[n, -1] = forest.token_start[r] + i
 
 
 def naive_tree_positions(forest: Forest, num_computed: torch.Tensor, positions: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
 import pytest
 
 from bole_vllm.kernels.topology import Forest, num_mask_words
+from bole_vllm.kernels.topology.naive import fill_path
 
 
 @pytest.fixture
@@ -58,6 +59,7 @@ def make_forest(trees: list[list[int]], device, max_nodes: int | None = None, ma
             for w in range(words):
                 word = (mask >> (32 * w)) & 0xFFFFFFFF
                 forest.ancestors[n, w] = word - (1 << 32) if word >= 1 << 31 else word
+            fill_path(forest, n, r, i)
         offset += len(parents)
         row += max(1, len(parents))
     forest.node_offset[len(trees) :] = offset

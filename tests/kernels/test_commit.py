@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from conftest import make_forest, path_to, random_parents
-from test_solve import BOUND, integer_problem, make_problem, relative
+from test_solve import BOUND, cancel, integer_problem, make_problem, relative
 
 from bole_vllm.kernels.commit import LayerTable, commit_factor, commit_replay
 from bole_vllm.kernels.commit.naive import commit_factor as naive_factor
 from bole_vllm.kernels.commit.naive import commit_replay as naive_replay
-from bole_vllm.kernels.conv import tree_conv
+from bole_vllm.kernels.conv import NodeInputs, tree_inputs
 from bole_vllm.kernels.solve.naive import tree_recurrence
 
 
@@ -29,6 +29,7 @@ class Caches:
     beta: torch.Tensor
     p: torch.Tensor
     k: torch.Tensor
+    k_scale: torch.Tensor
     u: torch.Tensor
     x: torch.Tensor
     trees: list[list[int]]
@@ -41,10 +42,10 @@ class Caches:
         return replace(self, ssm=[preserve(s) for s in self.ssm], conv=[preserve(c) for c in self.conv])
 
     def factor(self, forest, *path_args, **options):
-        commit_factor(self.table, self.p, self.k, self.u, self.x, forest, *path_args, **options)
+        commit_factor(self.table, self.p, self.k, self.k_scale, self.u, self.x, forest, *path_args, **options)
 
     def naive_factor(self, forest, *path_args):
-        naive_factor(self.ssm, self.conv, self.groups, self.p, self.k, self.u, self.x, forest, *path_args)
+        naive_factor(self.ssm, self.conv, self.groups, self.p, self.k, self.k_scale, self.u, self.x, forest, *path_args)
 
     def replay(self, forest, *path_args):
         commit_replay(self.table, self.g, self.beta, self.x, forest, *path_args, round_products=False)
@@ -85,7 +86,7 @@ def make_caches(
         for i in range(len(tree)):
             p[:, offset + i] = g[:, [offset + j for j in path_to(tree, i)]].sum(1)
         offset += len(tree)
-    k = normal(layers, capacity, hk, dim)
+    k = normal(layers, capacity, hk, dim, to=dtype)
     return Caches(
         ssm=[ssm() for _ in range(layers)],
         conv=[conv() for _ in range(layers)],
@@ -95,7 +96,8 @@ def make_caches(
         g=g,
         beta=torch.sigmoid(normal(layers, capacity, hv)),
         p=p,
-        k=k / k.norm(dim=-1, keepdim=True),
+        k=k,
+        k_scale=torch.rsqrt(k.float().square().sum(-1) + 1e-6),
         u=normal(layers, capacity, hv, dim),
         x=normal(layers, capacity, channels, to=dtype),
         trees=trees,
@@ -175,19 +177,20 @@ def test_every_leaf_in_turn(exact, device):
     seed = 110
     tree = random_parents(20, 6, torch.Generator().manual_seed(seed))
     problem = (integer_problem if exact else make_problem)(seed, [tree], device)
-    _, u, p, forest = problem.solve(precision="ieee")
+    _, u, forest = problem.solve(precision="ieee")
+    p = problem.p
     states, _, _ = problem.expected()
     leaves = [i for i in range(20) if i not in tree]
     assert len(leaves) > 4
-    caches = make_caches(seed, [tree], device)
+    caches = make_caches(seed, [tree], device, dtype=torch.bfloat16)
     for leaf in leaves:
         path = path_to(tree, leaf)
         state = problem.state.clone()
         layers = LayerTable.build([state], caches.conv, [0])
         args = path_tensors([path], [[1]], [[[1, 0]]], [[len(path), 0]], device)
         capacity = u.shape[0]
-        x = torch.zeros(1, capacity, layers.num_channels, device=device)
-        commit_factor(layers, p[None], problem.k[None], u[None], x, forest, *args, precision="ieee" if exact else "tf32x3")
+        x = torch.zeros(1, capacity, layers.num_channels, device=device, dtype=torch.bfloat16)
+        commit_factor(layers, p[None], problem.k[None], problem.k_scale[None], u[None], x, forest, *args)
         if exact:
             assert torch.equal(state[1].double(), states[leaf]), f"seed {seed} leaf {leaf}"
         else:
@@ -222,7 +225,7 @@ def test_only_the_path_is_read(device):
     for kind in ("factor", "replay"):
         base, poisoned, on_path = clean.copy(), clean.copy(), clean.copy()
         off = [i for i in range(clean.x.shape[1]) if i not in path]
-        for name in ("p", "k", "u", "x", "g", "beta"):
+        for name in ("p", "k", "k_scale", "u", "x", "g", "beta"):
             setattr(poisoned, name, getattr(clean, name).clone())
             setattr(on_path, name, getattr(clean, name).clone())
             getattr(poisoned, name)[:, off] = float("nan")
@@ -241,27 +244,21 @@ def test_wide_state_over_many_rounds(device):
     state = torch.randn(2, 2, 128, 128, generator=gen) * 10.0 ** (torch.rand(2, 2, 128, 128, generator=gen) * 5 - 3)
     state = state.to(device)
     want = state[1].double()
-    caches = make_caches(seed, [[-1]], device, dim=128, slots=2)
+    caches = make_caches(seed, [[-1]], device, dim=128, slots=2, dtype=torch.bfloat16)
     for step in range(8):
         tree = random_parents(10, 5, gen)
         problem = make_problem(seed + step, [tree], device, dim=128, decay=0.02)
+        problem.state = torch.stack([want, want])
+        cancel(problem, gen)
+        want = problem.expected()[0][9]
         problem.state = state
-        keys = problem.k.double().repeat_interleave(2, 1)
-        states = []
-        for i, parent in enumerate(tree):
-            s = (want if parent < 0 else states[parent]) * torch.exp(problem.g[i].double())[:, None, None]
-            readout = torch.einsum("hkv,hk->hv", s, keys[i])
-            noise = 1 + 0.01 * (2 * torch.rand(readout.shape, generator=gen).to(device) - 1)
-            problem.v[i] = (readout * noise).float()
-            delta = problem.beta[i].double()[:, None] * (problem.v[i].double() - readout)
-            states.append(s + keys[i][:, :, None] * delta[:, None, :])
-        _, u, p, forest = problem.solve(storage="kv")
+        _, u, _ = problem.solve(storage="kv")
+        p = problem.p
         path = path_to(tree, 9)
         layers = LayerTable.build([state], caches.conv, [0])
         args = path_tensors([path], [[1]], [[[1, 0]]], [[len(path), 0]], device)
-        x = torch.zeros(1, u.shape[0], layers.num_channels, device=device)
-        commit_factor(layers, p[None], problem.k[None], u[None], x, forest, *args)
-        want = states[9]
+        x = torch.zeros(1, u.shape[0], layers.num_channels, device=device, dtype=torch.bfloat16)
+        commit_factor(layers, p[None], problem.k[None], problem.k_scale[None], u[None], x, make_forest([tree], device), *args)
         assert relative(state[1], want) < 1e-5, f"seed {seed} step {step}"
 
 
@@ -273,11 +270,13 @@ def test_replay_is_decoding_the_path(dtype, device):
     path = path_to(tree, 13)
     caches = make_caches(seed, [tree], device, hk=2, group=2, dtype=dtype)
     forest = make_forest([tree], device)
-    q, k = torch.empty(2, 14, 2, 64, device=device)
-    v = torch.empty(14, 4, 64, dtype=dtype, device=device)
+    out = NodeInputs.allocate(14, 2, 64, 4, 64, dtype, device)
     slot = torch.tensor([1], dtype=torch.int32, device=device)
-    tree_conv(caches.x[0, :14], caches.weights[0], None, caches.conv[0], slot, forest, 2, 64, 4, 64, q, k, v, None, round_products=False)
-    states, _, _ = tree_recurrence(q, k, v, caches.g[0, :14], caches.beta[0, :14], caches.ssm[0][1], tree)
+    x, gates = caches.x[0, :14], torch.zeros(14, 4, device=device)
+    layer = (caches.weights[0], None, gates[0], gates[0], caches.conv[0], slot)
+    tree_inputs(x, gates, gates, *layer, forest, out, round_products=False)
+    q, k = out.q * out.q_scale[..., None], out.k * out.k_scale[..., None]
+    states, _, _ = tree_recurrence(q, k, out.v, caches.g[0, :14], caches.beta[0, :14], caches.ssm[0][1], tree)
     caches.replay(forest, *path_tensors([path], [[1]], [[[1, 3]]], [[len(path), 1]], device))
     assert relative(caches.ssm[0][1], states[13]) < 1e-6, f"seed {seed}"
     assert relative(caches.ssm[0][3], states[0]) < 1e-6, f"seed {seed}"

@@ -7,14 +7,14 @@ from conftest import make_forest, path_to, random_parents
 from bole_vllm.kernels.topology import Forest, build_forest, check_integrity, num_mask_words, tree_positions
 from bole_vllm.kernels.topology.naive import naive_build_forest, naive_tree_positions
 
-NODE_ARRAYS = ("parent", "depth", "token", "logprob", "ancestors")
+NODE_ARRAYS = ("parent", "depth", "token", "logprob", "ancestors", "request", "path", "conv_source")
 POISON = -123456
 
 
 def poisoned(num_requests: int, max_nodes: int, device, capacity: int | None = None, max_depth: int | None = None) -> Forest:
     """A forest whose every entry is wrong until it is written."""
     forest = Forest.allocate(num_requests, max_nodes, max_nodes - 1 if max_depth is None else max_depth, device, capacity)
-    for name in ("node_offset", "token_start", "parent", "depth", "token", "ancestors"):
+    for name in ("node_offset", "token_start", "parent", "depth", "token", "ancestors", "request", "path", "conv_source"):
         getattr(forest, name).fill_(POISON)
     forest.logprob.fill_(float("nan"))
     return forest
@@ -255,6 +255,9 @@ BREAKS = {
     "logprob_rises": ("logprob", 2, -0.5, "log-probability"),
     "logprob_nan": ("logprob", 2, float("nan"), "log-probability"),
     "root_logprob": ("logprob", 0, -1.0, "log-probability"),
+    "other_request": ("request", 2, 1, "path"),
+    "wrong_path": ("path", 2, 0, "path"),
+    "wrong_conv_input": ("conv_source", 3, 0, "path"),
 }
 
 

@@ -9,7 +9,7 @@ from bole_vllm.config import BoleConfig, BoleConfigError
 
 def test_defaults():
     config = BoleConfig.parse({}, num_speculative_tokens=31)
-    assert config == BoleConfig(topk=4, max_depth=8, tree_size=32, commit="factor", precision="tf32x3", debug=False)
+    assert config == BoleConfig(topk=4, max_depth=8, tree_size=32, commit="factor", precision="fp32", debug=False)
     assert config.num_drafts == 31
 
 
@@ -59,7 +59,7 @@ REFUSALS = [
         "Change one of them, or leave tree_size out.",
     ),
     ({"commit": "snapshot"}, "\"bole.commit\" must be one of factor, replay, got 'snapshot'."),
-    ({"precision": "fp32"}, "\"bole.precision\" must be one of ieee, tf32x3, tf32, bf16, got 'fp32'."),
+    ({"precision": "fp8"}, "\"bole.precision\" must be one of ieee, tf32x3, fp32, bf16x3, bf16x2, tf32, bf16, got 'fp8'."),
     ({"debug": 1}, '"bole.debug" must be true or false, got 1.'),
 ]
 

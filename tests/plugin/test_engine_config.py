@@ -234,7 +234,7 @@ def test_what_is_set_on_a_cpu(log):
     assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
     assert config.use_v2_model_runner
     assert log == [
-        "Bole: trees of 32 nodes (topk 4, depth 8, commit factor, tf32x3); set worker CPUTreeWorker, float32 recurrent state, "
+        "Bole: trees of 32 nodes (topk 4, depth 8, commit factor, fp32); set worker CPUTreeWorker, float32 recurrent state, "
         "max_num_batched_tokens 4096, eager execution, tree attention."
     ]
 
