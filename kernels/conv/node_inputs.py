@@ -178,6 +178,16 @@ def tree_inputs_kernel(
         m_c = ((o_h < 2 * HK)[:, :, None] & (o_d < DK)) | (m_v[:, :, None] & (o_d < DV))
     m_nc = m_n[:, None, None] & m_c
 
+    # [BN, BH] and, of every ancestor, [BN, LEVELS, BH]: what the gates at the end need, read early
+    m_gate = m_n[:, None] & m_v
+    o_hv = o_h - 2 * HK
+    b_a = tl.load(a + (b_row * stride_a)[:, None] + o_hv, mask=m_gate, other=0.0)
+    b_b = tl.load(b + (b_row * stride_b)[:, None] + o_hv, mask=m_gate, other=0.0)
+    b_path = tl.load(path + b_n[:, None] * LEVELS + tl.arange(0, LEVELS)[None, :])
+    b_up = tl.load(token_start + b_request).to(tl.int64)[:, None] + b_path
+    m_up = (b_path >= 0)[:, :, None] & m_gate[:, None, :]
+    b_a_path = tl.load(a + (b_up * stride_a)[:, :, None] + o_hv[:, None, :], mask=m_up, other=0.0)
+
     # [BN, BH, BD] oldest to newest, as decode adds them
     b_w0, b_w1, b_w2, b_w3 = load_taps(weight, o_c, m_c, stride_weight, stride_tap, BH, BD)
     b_acc = tl.zeros([BN, BH, BD], dtype=tl.float32)
@@ -213,20 +223,13 @@ def tree_inputs_kernel(
 
     # [BN, BH] gates of the value heads
     if (tl.program_id(1) + 1) * BH > 2 * HK:
-        m_gate = m_n[:, None] & m_v
-        o_hv = o_h - 2 * HK
         b_rate = -tl.exp(tl.load(A_log + o_hv, mask=m_v, other=0.0).to(tl.float32))
         b_bias = tl.load(dt_bias + o_hv, mask=m_v, other=0.0).to(tl.float32)
-        b_g = log_decay(tl.load(a + (b_row * stride_a)[:, None] + o_hv, mask=m_gate, other=0.0), b_rate, b_bias)
-        b_beta = tl.sigmoid(tl.load(b + (b_row * stride_b)[:, None] + o_hv, mask=m_gate, other=0.0).to(tl.float32))
+        b_g = log_decay(b_a, b_rate, b_bias)
         tl.store(out_g + b_n2 * HV + o_hv, tl.where(is_finite(b_g), b_g, float("nan")), mask=m_gate)
-        tl.store(out_beta + b_n2 * HV + o_hv, tl.where(b_bad, float("nan"), b_beta), mask=m_gate)
-        # [BN, LEVELS, BH] the same of every ancestor: recomputed, since another program writes it, and summed by depth
-        b_path = tl.load(path + b_n2 * LEVELS + tl.arange(0, LEVELS)[None, :])
-        b_up = tl.load(token_start + b_request).to(tl.int64)[:, None] + b_path
-        m_up = (b_path >= 0)[:, :, None] & m_gate[:, None, :]
-        b_a = tl.load(a + (b_up * stride_a)[:, :, None] + o_hv[:, None, :], mask=m_up, other=0.0)
-        b_all = log_decay(b_a, b_rate[:, None, :], b_bias[:, None, :])
+        tl.store(out_beta + b_n2 * HV + o_hv, tl.where(b_bad, float("nan"), tl.sigmoid(b_b.to(tl.float32))), mask=m_gate)
+        # the decay of every ancestor is recomputed, since another program writes it, and summed by depth
+        b_all = log_decay(b_a_path, b_rate[:, None, :], b_bias[:, None, :])
         b_p = tl.sum(tl.where(m_up, tl.where(is_finite(b_all), b_all, float("nan")), 0.0), axis=1)
         tl.store(out_p + b_n2 * HV + o_hv, b_p, mask=m_gate)
 

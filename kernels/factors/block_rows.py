@@ -65,6 +65,7 @@ def block_rows_kernel(
     b_ks = finite_or_zero(b_ks)
     b_own_ks = finite_or_zero(tl.load(p_k_scale + o_own * HK + i_hk))
     b_own_qs = tl.load(p_q_scale + o_own * HK + i_hk)
+    b_beta, _, _, b_decay, b_bad = path_gates(p_beta, p_p, o_row, o_own, m_path, i_h * HEADS, HV)
     # [BT, BT], then [BT, D]
     b_kk = tl.gather(activation_dot(b_k, tl.trans(b_k)), b_at, 1) * b_ks * b_own_ks[:, None]
     b_qk = tl.gather(activation_dot(b_q, tl.trans(b_k)), b_at, 1) * b_ks
@@ -72,7 +73,8 @@ def block_rows_kernel(
 
     for i_g in tl.static_range(HEADS):
         i_hv = i_h * HEADS + i_g
-        b_beta, _, _, b_decay, b_bad = path_gates(p_beta, p_p, o_row, o_own, m_path, i_hv, HV)
+        if i_g > 0:
+            b_beta, _, _, b_decay, b_bad = path_gates(p_beta, p_p, o_row, o_own, m_path, i_hv, HV)
         b_g = tl.where(m_strict, b_beta[:, None] * b_decay * b_kk, 0.0)
         b_y = tl.where(m_path, b_decay * b_qk, 0.0)
         b_z = tl.where(o_m == b_depth[:, None], 1.0, 0.0)
@@ -94,9 +96,9 @@ def launch_block_rows(inputs: NodeInputs, forest: Forest, out_z: torch.Tensor | 
     """`rows.tree_factors` for trees of at most MAX_BLOCK nodes; arguments already checked."""
     _, num_key_heads, head_k_dim = inputs.k.shape
     num_value_heads, columns = inputs.v.shape[1], forest.path.shape[1]
-    # a program per value head fills the card at small batches; one per key head makes the products once
+    # a program per value head fills the card at small batches; one per key head makes the products once (deep trees would spill)
     group = num_value_heads // num_key_heads
-    heads = group if INTERPRET or forest.max_requests * num_key_heads >= 128 else 1
+    heads = group if INTERPRET or (forest.max_requests * num_key_heads >= 128 and columns == 16) else 1
     block_rows_kernel[(num_value_heads // heads, forest.max_requests)](
         inputs.q,
         inputs.k,

@@ -112,14 +112,15 @@ def tree_solve_kernel(
         b_decay = tl.exp(tl.load(p_p + o_head, mask=m_i, other=0.0))
         b_k_decay = b_decay * tl.load(p_k_scale + o_key, mask=m_i, other=0.0)
         b_q_decay = b_decay * tl.load(p_q_scale + o_key, mask=m_i, other=0.0)
+        # [BT, BT] read before the products with the state, so that they cover its latency
+        b_level = tl.load(p_depth + o_node, mask=m_i, other=0)
+        m_ancestor = ancestor_mask(p_ancestors, o_node, m_i, i_b, W, BT)
+        b_rows = dense_block(p_y, b_level, m_ancestor, o_head, D)
         # [BT, BV]; what is not finite becomes 0 (0 * NaN would reach every row): the node's and its descendants' rows of Z and Y are NaN
         b_r = b_beta[:, None] * (b_v - b_k_decay[:, None] * state_dot(b_k, b_s1, b_s2, b_s3, b_s, KEY_STATE))
         b_r = finite_or_zero(b_r)
         b_o = b_q_decay[:, None] * state_dot(b_q, b_s1, b_s2, b_s3, b_s, QUERY_STATE)
-        # [BT, BT]
-        b_level = tl.load(p_depth + o_node, mask=m_i, other=0)
-        m_ancestor = ancestor_mask(p_ancestors, o_node, m_i, i_b, W, BT)
-        b_o += dot(dense_block(p_y, b_level, m_ancestor, o_head, D), b_r, READOUT)
+        b_o += dot(b_rows, b_r, READOUT)
         b_u = b_r
         if HAS_U:
             b_u = dot(dense_block(p_z, b_level, m_ancestor, o_head, D), b_r, SOLVE)
@@ -144,9 +145,10 @@ def tree_solve_kernel(
 
 def _tiles(max_nodes: int, head_v_dim: int, num_heads: int) -> tuple[int, int, int]:
     """(BT, BV, warps); num_heads: heads of all requests. The interpreter pays per program, so there one tile."""
-    block = min(NODE_BLOCK, max(16, triton.next_power_of_2(max_nodes)))
     if INTERPRET:
-        return block, head_v_dim, 4
+        return min(NODE_BLOCK, max(16, triton.next_power_of_2(max_nodes))), head_v_dim, 4
+    # blocks of 32 spill registers, those of 64 keep their operands in shared memory
+    block = 16 if max_nodes <= 16 else NODE_BLOCK
     # 32 values a program fill the card at batch size 1; wider tiles make the factors less often
     return block, min(head_v_dim, 32 if num_heads * head_v_dim <= 64 * 128 else 64), 4
 
