@@ -30,6 +30,8 @@ class BoleConfig:
         commit: `factor` applies the kept corrections in closed form; `replay` reruns the exact recurrence over the
             accepted path from the kept inputs (bit for bit native decode's rounding points, less memory per node).
         precision: dot precision of the verify and commit kernels, a name of bole_vllm.kernels.precision.
+        draft_vocab: tokens that drafts may name; the output never depends on it. 0: all; a number: that many, the most frequent in what
+            was served; a path: a JSON list of token ids.
         debug: check every forest's invariants on the host each step (slow, synchronises).
     """
 
@@ -38,6 +40,7 @@ class BoleConfig:
     tree_size: int = 0
     commit: str = "factor"
     precision: str = dot_precision.DEFAULT
+    draft_vocab: int | str = 0
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -46,6 +49,10 @@ class BoleConfig:
         _check_int("tree_size", self.tree_size, 2, MAX_TREE_SIZE)
         _check_choice("commit", self.commit, COMMITS)
         _check_choice("precision", self.precision, tuple(dot_precision.MODES))
+        if not isinstance(self.draft_vocab, str):
+            _check_int("draft_vocab", self.draft_vocab, 0, 2**31 - 1, " or a path to a JSON list of token ids")
+            if 0 < self.draft_vocab < self.topk:
+                raise BoleConfigError(f'"bole.draft_vocab" must be 0 (all tokens) or at least topk ({self.topk}), got {self.draft_vocab}.')
         if not isinstance(self.debug, bool):
             raise BoleConfigError(f'"bole.debug" must be true or false, got {self.debug!r}.')
 
@@ -90,9 +97,9 @@ def is_requested(vllm_config: VllmConfig) -> bool:
     return isinstance(additional, dict) and KEY in additional
 
 
-def _check_int(name: str, value: Any, low: int, high: int) -> None:
+def _check_int(name: str, value: Any, low: int, high: int, otherwise: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise BoleConfigError(f'"bole.{name}" must be an integer, got {value!r}.')
+        raise BoleConfigError(f'"bole.{name}" must be an integer{otherwise}, got {value!r}.')
     if not low <= value <= high:
         raise BoleConfigError(f'"bole.{name}" must be in {low}..{high}, got {value}.')
 

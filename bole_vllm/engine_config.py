@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from bole_vllm.config import BoleConfig, BoleConfigError, is_requested
+from bole_vllm.draft_head import load_token_ids
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,6 +41,7 @@ def prepare(vllm_config: VllmConfig) -> BoleConfig | None:
     _check_parallelism(vllm_config)
     _check_speculation(vllm_config)
     _check_features(vllm_config)
+    _check_draft_vocab(vllm_config, config)
     changes = _choose_worker(vllm_config)
     changes += _set_state_dtype(vllm_config)
     changes += _set_token_budget(vllm_config, config)
@@ -95,6 +97,20 @@ def _check_model(vllm_config: VllmConfig) -> None:
         raise BoleConfigError(
             "This checkpoint has no MTP head (mtp_num_hidden_layers is 0 or missing), so there is nothing to draft with: "
             'use a checkpoint that has one, or remove "bole".'
+        )
+
+
+def _check_draft_vocab(vllm_config: VllmConfig, config: BoleConfig) -> None:
+    if not config.draft_vocab:
+        return
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        raise BoleConfigError('"bole.draft_vocab" does not work with tensor parallelism: leave it out, or set --tensor-parallel-size 1.')
+    vocab_size = vllm_config.model_config.get_vocab_size()
+    if isinstance(config.draft_vocab, str):
+        load_token_ids(config.draft_vocab, vocab_size, config.topk)
+    elif config.draft_vocab >= vocab_size:
+        raise BoleConfigError(
+            f'"bole.draft_vocab" is {config.draft_vocab}, the vocabulary has {vocab_size} tokens: leave it out to draft with all.'
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,8 @@ class TreeModelState(MambaHybridModelState):
         self.factors = RoundFactors(list(layers.values()), self.full_forest, self.config, self.dtype, device)
         self.gdn_layer_names = list(layers)
         self.stats_counters = TreeStats(depth, device)
+        # set by the drafter: counts the tokens of a new request's prompt for its vocabulary
+        self.count_prompt: Callable[[list[int] | None], None] | None = None
         self._step: _Step | None = None
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -55,6 +58,8 @@ class TreeModelState(MambaHybridModelState):
     def add_request(self, req_index: int, new_req_data) -> None:
         super().add_request(req_index, new_req_data)
         self.trees.reset(req_index)
+        if self.count_prompt is not None:
+            self.count_prompt(new_req_data.prompt_token_ids)
         self.chain_only[req_index].fill_(needs_chain(new_req_data.sampling_params, self.model_config))
 
     # -- start-up ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
 from bole_vllm.attention import TreeRows
 from bole_vllm.config import BoleConfig
+from bole_vllm.draft_head import DraftHead, build_draft_head
 from bole_vllm.kernels.draft import Candidates, Tree, TreeShape, extend, select, start
 
 PAD_SLOT = -1
@@ -32,8 +33,25 @@ class TreeSpeculator(MTPSpeculator):
         self.bole = BoleConfig.from_vllm(vllm_config)
         # set with the KV cache; None while vLLM profiles memory
         self.model_state = None
+        # the LM head over a part of the vocabulary; None: the whole one
+        self.draft_head: DraftHead | None = None
         # set by sample_draft during the draft prefill: [R, vocab] logits after the pending token
         self._root_logits: torch.Tensor | None = None
+
+    def load_model(self, target_model) -> None:
+        super().load_model(target_model)
+        self.draft_head = build_draft_head(self.model, self.bole.draft_vocab, self.bole.topk)
+
+    def set_attn(self, model_state, *args, **kwargs) -> None:
+        super().set_attn(model_state, *args, **kwargs)
+        if self.draft_head is not None:
+            model_state.count_prompt = self.draft_head.count_prompt
+
+    def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
+        """[rows, V] logits, or [rows, N] over the part of the vocabulary that drafts may name."""
+        if self.draft_head is None:
+            return super().compute_draft_logits(hidden_states, spec_step_idx)
+        return self.draft_head.logits(hidden_states)
 
     def sample_draft(self, hidden_states, *args, **kwargs) -> torch.Tensor:
         """Called by vLLM's draft prefill; keeps the whole distribution, which the tree's first level is made of."""
@@ -68,6 +86,8 @@ class TreeSpeculator(MTPSpeculator):
         lengths = input_batch.seq_lens[:num_reqs] - num_rejected
         skip_attn = dummy_run and skip_attn_for_dummy_run
         tree = self._grow(shape, num_reqs, lengths, input_batch.seq_lens_cpu_upper_bound, skip_attn)
+        if self.draft_head is not None and not dummy_run:
+            self._follow_served_tokens(num_reqs)
         return self._store(tree, num_reqs, num_sampled)
 
     # -- draft prefill -------------------------------------------------------------------------------------------
@@ -101,14 +121,24 @@ class TreeSpeculator(MTPSpeculator):
 
     def _grow(self, shape: TreeShape, num_reqs: int, lengths, seq_lens_bound, skip_attn: bool) -> Tree:
         """Run the depths. lengths [R]: tokens processed, where the scratch KV begins."""
-        candidates = start(self._root_logits, shape)
+        token_ids = None if self.draft_head is None else self.draft_head.token_ids
+        candidates = start(self._root_logits, shape, token_ids)
         # The root's output feeds every first-level row: [R, hidden] -> [R, w, hidden]
         hidden = self.hidden_states[:num_reqs, None].expand(-1, shape.beam, -1)
         for depth in range(2, shape.max_depth + 1):
             logits, outputs = self._expand(shape, candidates, hidden, depth, lengths, seq_lens_bound, skip_attn)
-            candidates, parent_row = extend(candidates, logits, depth, shape)
+            candidates, parent_row = extend(candidates, logits, depth, shape, token_ids)
             hidden = outputs.gather(1, parent_row[:, :, None].expand(-1, -1, outputs.shape[-1]))
         return select(candidates, shape)
+
+    def _follow_served_tokens(self, num_reqs: int) -> None:
+        """Count the round's committed tokens: the pending one and the accepted drafts."""
+        state = self.model_state
+        forest, path, path_len = state.full_forest, state.path[:num_reqs].long(), state.path_len[:num_reqs, None]
+        taken = torch.arange(path.shape[1], device=path.device) < path_len
+        nodes = torch.where(taken, forest.node_offset[:num_reqs, None].long() + path, 0)
+        self.draft_head.count(forest.token[nodes].long().flatten(), taken.flatten())
+        self.draft_head.end_round()
 
     def _expand(
         self, shape: TreeShape, candidates: Candidates, hidden: torch.Tensor, depth: int, lengths, seq_lens_bound, skip_attn: bool

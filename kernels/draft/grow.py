@@ -111,7 +111,7 @@ class Tree:
     num_nodes: int
 
 
-def _top_children(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _top_children(logits: torch.Tensor, topk: int, token_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [..., V] -> tokens [..., k] int64 and clamped log-probabilities [..., k] fp32, best first.
 
     A row without a proper distribution (NaN, +inf, all -inf) still gives k distinct tokens, at the lowest score.
@@ -120,6 +120,7 @@ def _top_children(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.
         raise ValueError(f"topk={topk} distinct children cannot be drawn from a vocabulary of {logits.shape[-1]}")
     token = logits.topk(topk, dim=-1).indices
     logprob = torch.log_softmax(logits, dim=-1, dtype=torch.float32).gather(-1, token)
+    token = token if token_ids is None else token_ids[token]
     return token, logprob.nan_to_num(nan=MIN_STEP_LOGPROB).clamp(MIN_STEP_LOGPROB, MAX_STEP_LOGPROB)
 
 
@@ -132,14 +133,15 @@ def _own_bits(depth: int, shape: TreeShape, device: torch.device) -> torch.Tenso
     return bit[:, None] * own
 
 
-def start(logits: torch.Tensor, shape: TreeShape) -> Candidates:
+def start(logits: torch.Tensor, shape: TreeShape, token_ids: torch.Tensor | None = None) -> Candidates:
     """The table after depth 1: the root's k best tokens; the frontier is the w best of them.
 
-    logits  [R, V] any float dtype: the draft distribution after the root
+    logits     [R, V] any float dtype: the draft distribution after the root
+    token_ids  [V] int64 column of the logits -> token id; None: they are the same
 
     Raises ValueError if the vocabulary is smaller than k.
     """
-    token, logprob = _top_children(logits, shape.topk)
+    token, logprob = _top_children(logits, shape.topk, token_ids)
     num_requests, device = logits.shape[0], logits.device
     table = (num_requests, shape.num_candidates)
     candidates = Candidates(
@@ -154,10 +156,13 @@ def start(logits: torch.Tensor, shape: TreeShape) -> Candidates:
     return candidates
 
 
-def extend(candidates: Candidates, logits: torch.Tensor, depth: int, shape: TreeShape) -> tuple[Candidates, torch.Tensor]:
+def extend(
+    candidates: Candidates, logits: torch.Tensor, depth: int, shape: TreeShape, token_ids: torch.Tensor | None = None
+) -> tuple[Candidates, torch.Tensor]:
     """Add depth `depth` (2..D): the k children of every frontier row, and move the frontier to it.
 
-    logits  [R, w, V]: the draft distribution after every frontier row
+    logits     [R, w, V]: the draft distribution after every frontier row
+    token_ids  as `start`
 
     New frontier: row 0 is the top-1 child of row 0 (the spine), the others are the best w-1 other children of this depth by
     cumulative log-probability (ties: the lower candidate index).
@@ -170,7 +175,7 @@ def extend(candidates: Candidates, logits: torch.Tensor, depth: int, shape: Tree
     if logits.dim() != 3 or logits.shape[1] != shape.beam:
         raise ValueError(f"logits must be [R, {shape.beam}, V], got {tuple(logits.shape)}")
     num_requests, first, width = logits.shape[0], shape.first_candidate(depth), shape.beam * shape.topk
-    token, step = _top_children(logits, shape.topk)
+    token, step = _top_children(logits, shape.topk, token_ids)
     # [R, w * k] cumulative log-probability of this depth's candidates
     logprob = (candidates.logprob.gather(1, candidates.frontier)[:, :, None] + step).reshape(num_requests, width)
     candidates.token[:, first : first + width] = token.reshape(num_requests, width)

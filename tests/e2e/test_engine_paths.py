@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from e2e_helpers import PROMPTS, Script, generate, params, runner, settled, stats, text_tokens
 
@@ -137,6 +139,30 @@ def test_prefix_caching_off(engines, prompts, greedy, commit):
     llm = engines.tree(bole={"commit": commit}, enable_prefix_caching=False)
     assert stats(llm)["mamba_cache_mode"] == "none"
     assert generate(llm, prompts[:2], params(24)) == [g[:24] for g in greedy[:2]]
+
+
+@pytest.mark.parametrize("source", ["counted", "file"])
+def test_draft_vocab(engines, prompts, greedy, source, tmp_path_factory):
+    """Drafts from a sixteenth of the vocabulary: the same tokens, drafts only from it, and still some accepted."""
+    vocab = 256
+    if source == "file":
+        path = tmp_path_factory.mktemp("draft_vocab") / "ids.json"
+        path.write_text(json.dumps(sorted({token for g in greedy for token in g} | set(range(8)))))
+        vocab = str(path)
+    llm = engines.tree(bole={"draft_vocab": vocab})
+    before = stats(llm)["accepted"]
+    for _ in range(2 if source == "counted" else 1):
+        assert generate(llm, prompts, params(32)) == greedy
+    assert stats(llm)["accepted"] > before
+    speculator = runner(llm).speculator
+    allowed = set(speculator.draft_head.token_ids.tolist())
+    stored = runner(llm).model_state.trees.token
+    drafted = {token for token in stored[:, 1:].flatten().tolist() if token >= 0}
+    if source == "file":
+        assert drafted and drafted <= allowed
+    else:
+        served = {token for g in greedy for token in g}
+        assert len(allowed) == 256 and len(served & allowed) > 0.9 * len(served), "the vocabulary follows what was served"
 
 
 def test_sampling_options_in_one_batch(engines, prompts):

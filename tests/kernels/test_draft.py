@@ -193,6 +193,21 @@ def test_same_input_same_tree(device):
         assert torch.equal(first.token, again.token) and torch.equal(first.parent, again.parent)
 
 
+def test_columns_of_a_part_of_the_vocabulary(device):
+    """With token ids, columns are those tokens: the tree over the part is the same tree with its tokens renamed."""
+    shape = TreeShape.plan(16, 3, 4)
+    root, steps = random_logits(shape, 2, 20, 8, device)
+    token_ids = torch.randperm(1000, generator=torch.Generator().manual_seed(8))[:20].to(device)
+    plain = grow(root, steps, shape)
+    candidates = start(root, shape, token_ids)
+    for depth, logits in enumerate(steps, start=2):
+        candidates, _ = extend(candidates, logits, depth, shape, token_ids)
+    named = select(candidates, shape)
+    drafted = plain.token >= 0
+    assert torch.equal(named.token[drafted].long(), token_ids[plain.token[drafted].long()])
+    assert torch.equal(named.parent, plain.parent) and torch.equal(named.logprob, plain.logprob)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_captured_graph_equals_eager(device):
     """One captured graph, replayed with other logits: no hidden sync, no stale topology."""

@@ -70,7 +70,16 @@ REFUSED = {
     ),
     "unknown key": (
         {"bole": {"top_k": 4}},
-        "Unknown key 'top_k' in additional_config[\"bole\"]. Known keys: topk, max_depth, tree_size, commit, precision, debug.",
+        "Unknown key 'top_k' in additional_config[\"bole\"]. Known keys: "
+        "topk, max_depth, tree_size, commit, precision, draft_vocab, debug.",
+    ),
+    "a draft vocabulary on two ranks": (
+        {"bole": {"draft_vocab": 512}, "tensor_parallel_size": 2, **TWO_RANKS},
+        '"bole.draft_vocab" does not work with tensor parallelism: leave it out, or set --tensor-parallel-size 1.',
+    ),
+    "a draft vocabulary as large as the model's": (
+        {"bole": {"draft_vocab": 4096}},
+        '"bole.draft_vocab" is 4096, the vocabulary has 4096 tokens: leave it out to draft with all.',
     ),
     "pipeline parallelism": (
         {"pipeline_parallel_size": 2, **TWO_RANKS},

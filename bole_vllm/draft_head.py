@@ -1,0 +1,101 @@
+"""The drafter's LM head over a part of the vocabulary.
+
+Most of a draft step is the product with the whole head (248,320 rows in Qwen3.5). Drafts only propose: a token that the drafter cannot
+name is sampled all the same, as the bonus token, so a smaller vocabulary costs acceptance and never changes the output.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from bole_vllm.config import BoleConfigError
+
+# rounds after which the vocabulary follows what was served: powers of two from the first number, then every so many
+FIRST_REFRESH, REFRESH_EVERY = 16, 4096
+
+
+def load_token_ids(path: str, vocab_size: int, at_least: int) -> list[int]:
+    """Distinct token ids of a JSON list, most frequent first.
+
+    Raises:
+        BoleConfigError: the file cannot be read, is not such a list, or names fewer than `at_least` tokens of the vocabulary.
+    """
+    try:
+        ids = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise BoleConfigError(f'"bole.draft_vocab": cannot read {path!r} as a JSON list of token ids: {error}.') from error
+    if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size for i in ids):
+        raise BoleConfigError(f'"bole.draft_vocab": {path!r} must hold a JSON list of token ids in 0..{vocab_size - 1}.')
+    ids = list(dict.fromkeys(ids))
+    if len(ids) < at_least:
+        raise BoleConfigError(f'"bole.draft_vocab": {path!r} names {len(ids)} tokens, at least {at_least} (topk) are needed.')
+    return ids
+
+
+class DraftHead:
+    """Rows of the LM head that drafts may name, at a fixed address, and the counts that choose them.
+
+    With ids the rows are fixed. With a size, they are the tokens served most often so far (prompts and outputs); before anything was
+    served the lowest ids, which a BPE tokenizer gives to its earliest and so most frequent merges.
+    """
+
+    def __init__(self, head: Tensor, ids: list[int] | None, size: int) -> None:
+        """head [V, H]: the whole LM head, kept by reference."""
+        self.head = head
+        vocab_size, device = head.shape[0], head.device
+        # [V] tokens served; the fraction orders what was not served by id. None: the ids are given
+        self.counts = None if ids is not None else torch.linspace(0.5, 0, vocab_size, device=device)
+        # [N] int64 row -> token id
+        self.token_ids = torch.tensor(range(size) if ids is None else ids, dtype=torch.int64, device=device)
+        # [N, H]
+        self.weight = head[self.token_ids].clone()
+        self.rounds = 0
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, H] -> [rows, N]."""
+        return F.linear(hidden, self.weight)
+
+    def count(self, tokens: Tensor, weight: Tensor | None = None) -> None:
+        """Count served tokens [n] int64, each `weight` [n] times (0: not at all). No host sync."""
+        if self.counts is not None:
+            ones = torch.ones_like(tokens, dtype=torch.float32) if weight is None else weight.float()
+            self.counts.index_add_(0, tokens.clamp(min=0), ones)
+
+    def count_prompt(self, prompt: list[int] | None) -> None:
+        """Count a new request's prompt; None: it came as embeddings."""
+        if self.counts is not None and prompt:
+            self.count(async_tensor_h2d(prompt, dtype=torch.int64, device=self.head.device))
+
+    def end_round(self) -> None:
+        """Follow the counts when it is time. In place and without host sync, so that captured graphs see the new rows."""
+        self.rounds += 1
+        due = self.rounds % REFRESH_EVERY == 0 or (self.rounds >= FIRST_REFRESH and self.rounds & (self.rounds - 1) == 0)
+        if self.counts is not None and due:
+            self.token_ids.copy_(self.counts.topk(self.token_ids.shape[0]).indices.sort().values)
+            torch.index_select(self.head, 0, self.token_ids, out=self.weight)
+
+
+def build_draft_head(draft_model: nn.Module, draft_vocab: int | str, topk: int) -> DraftHead | None:
+    """The head asked for by `bole.draft_vocab`; None where it is the whole one.
+
+    Raises:
+        BoleConfigError: the model's head is no plain matrix of one rank.
+    """
+    if not draft_vocab:
+        return None
+    weight = getattr(draft_model.lm_head, "weight", None)
+    processor = draft_model.logits_processor
+    plain = weight is not None and weight.dim() == 2 and weight.is_floating_point() and weight.element_size() >= 2
+    if not plain or processor.scale != 1.0 or processor.soft_cap is not None:
+        raise BoleConfigError('"bole.draft_vocab" needs an unquantized LM head without scaling: leave it out for this model.')
+    head = weight.detach()[: processor.org_vocab_size]
+    if isinstance(draft_vocab, str):
+        ids = load_token_ids(draft_vocab, head.shape[0], topk)
+        return DraftHead(head, ids, len(ids))
+    return DraftHead(head, None, min(draft_vocab, head.shape[0]))
