@@ -249,7 +249,7 @@ def tree_inputs(
     out_x: torch.Tensor | None = None,
     round_products: bool | None = None,
 ) -> None:
-    """Query, key, value and gates of every node (ALGORITHM.md section 3, step 1), written in place into `out`.
+    """Query, key, value and gates of every node, written in place into `out`.
 
     A node's conv inputs are its own row and the rows of its ancestors, then the request's conv state. Sum in fp32 from bias and oldest
     tap, SiLU, rounded to x.dtype. The L2 norms are taken in fp32 (epsilon 1e-6 inside the root). Rounding points are those of vLLM's

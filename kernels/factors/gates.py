@@ -9,7 +9,8 @@ from ..precision import device_function, exp_non_positive, finite_or_zero, is_fi
 
 @device_function
 def path_gates(p_beta, p_p, o_row, o_own, m_path, i_hv, HV: tl.constexpr):
-    """Of nodes o_own [BN] and their paths o_row [BN, D]: beta [BN], beta and exp(P_own - P) [BN, D] finite, and a flag [BN] where not."""
+    """Gates of nodes o_own [BN] and of their paths o_row [BN, D], made finite: the node's beta [BN], its path's beta, P and decay
+    exp(P_own - P) [BN, D], and 1 [BN] where something on the path was not finite."""
     b_beta = tl.load(p_beta + o_row * HV + i_hv, mask=m_path, other=0.0)
     b_p = tl.load(p_p + o_row * HV + i_hv, mask=m_path, other=0.0)
     b_bad = tl.max(tl.where(is_finite(b_beta) & is_finite(b_p), 0.0, 1.0), axis=1)

@@ -117,7 +117,7 @@ def serial_tree(
     value_tile: int | None = None,
     num_warps: int | None = None,
 ) -> None:
-    """The recurrence of every tree, parents before children (ALGORITHM.md section 1), in the order and fp32 maths of native decode.
+    """The recurrence of every tree, parents before children, in the order and fp32 maths of native decode.
 
         S~ = exp(g) S_parent      u = beta (v - S~^T k)      S = S~ + k u^T      o = S^T q
 
