@@ -20,7 +20,7 @@ def activate() -> None:
         for architecture, class_name in ARCHITECTURES.items():
             _replaced_models[architecture] = ModelRegistry.models[architecture]
             ModelRegistry.models[architecture] = _lazy(class_name)
-        _forget_resolved_models()
+        _forget_resolved()
     _register_attention()
     _register_layer()
 
@@ -34,7 +34,7 @@ def deactivate() -> None:
 
     ModelRegistry.models.update(_replaced_models)
     _replaced_models.clear()
-    _forget_resolved_models()
+    _forget_resolved()
     op_registry_oot.pop(_LAYER, None)
     backend, _ = _attention_backend()
     backend.clear_override()
@@ -43,11 +43,13 @@ def deactivate() -> None:
 _LAYER = "QwenGatedDeltaNetAttention"
 
 
-def _forget_resolved_models() -> None:
-    """vLLM caches which class an architecture resolved to."""
+def _forget_resolved() -> None:
+    """vLLM caches which class an architecture and an attention backend resolved to."""
     from vllm.model_executor.model_loader import utils
+    from vllm.v1.attention import selector
 
     utils._MODEL_ARCH_BY_HASH.clear()
+    selector._cached_get_attn_backend.cache_clear()
 
 
 def _lazy(class_name: str) -> object:
