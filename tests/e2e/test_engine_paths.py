@@ -144,7 +144,7 @@ def test_prefix_caching_off(engines, prompts, greedy, commit):
 @pytest.mark.parametrize("source", ["counted", "file"])
 def test_draft_vocab(engines, prompts, greedy, source, tmp_path_factory):
     """Drafts from a sixteenth of the vocabulary: the same tokens, drafts only from it, and still some accepted."""
-    vocab = 256
+    vocab, greedy = 256, [g[:24] for g in greedy[:2]]
     if source == "file":
         path = tmp_path_factory.mktemp("draft_vocab") / "ids.json"
         path.write_text(json.dumps(sorted({token for g in greedy for token in g} | set(range(8)))))
@@ -152,7 +152,7 @@ def test_draft_vocab(engines, prompts, greedy, source, tmp_path_factory):
     llm = engines.tree(bole={"draft_vocab": vocab})
     before = stats(llm)["accepted"]
     for _ in range(2 if source == "counted" else 1):
-        assert generate(llm, prompts, params(32)) == greedy
+        assert generate(llm, prompts[:2], params(24)) == greedy
     assert stats(llm)["accepted"] > before
     speculator = runner(llm).speculator
     allowed = set(speculator.draft_head.token_ids.tolist())
