@@ -102,7 +102,7 @@ def launch_path_rows(inputs: NodeInputs, forest: Forest, out_z: torch.Tensor | N
     _, num_key_heads, head_k_dim = inputs.k.shape
     columns = forest.path.shape[1]
     # the interpreter pays per operation, not per element
-    nodes = 32 if INTERPRET else 4
+    nodes = min(256, triton.next_power_of_2(node_bound(forest))) if INTERPRET else 4
     path_rows_kernel[(triton.cdiv(node_bound(forest), nodes), num_key_heads)](
         inputs.q,
         inputs.k,
