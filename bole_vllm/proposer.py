@@ -86,7 +86,7 @@ class TreeSpeculator(MTPSpeculator):
         lengths = input_batch.seq_lens[:num_reqs] - num_rejected
         skip_attn = dummy_run and skip_attn_for_dummy_run
         tree = self._grow(shape, num_reqs, lengths, input_batch.seq_lens_cpu_upper_bound, skip_attn)
-        if self.draft_head is not None and not dummy_run:
+        if self.draft_head is not None and self.draft_head.counts is not None and not dummy_run:
             self._follow_served_tokens(num_reqs)
         return self._store(tree, num_reqs, num_sampled)
 

@@ -11,6 +11,15 @@ from .layers import TL_DTYPE, LayerTable, load_pointer
 
 
 @device_function
+def path_lengths(p_path_len, p_dst_len, i_r):
+    """Tokens of both destinations of a request, at most the path's; 0: nothing to write."""
+    path_len = tl.load(p_path_len + i_r)
+    len0 = tl.minimum(tl.load(p_dst_len + i_r * 2), path_len)
+    len1 = tl.minimum(tl.load(p_dst_len + i_r * 2 + 1), path_len)
+    return len0, len1, tl.maximum(tl.maximum(len0, len1), 0)
+
+
+@device_function
 def conv_window(p_conv, p_x, p_path, slot, num_tokens, node_start, o_c, o_w, m_w, m_c, stride_slot, stride_c, stride_w, C, COLUMNS):
     """[columns, channels] state after `num_tokens` path tokens."""
     # column w holds the input `num_tokens - COLUMNS + w` tokens into the path; negative: an old column
@@ -49,16 +58,14 @@ def commit_conv_kernel(
     ALIGN: tl.constexpr,
 ):
     i_c, i_r, i_l = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    path_len = tl.load(p_path_len + i_r)
-    if path_len <= 0:
+    len0, len1, num_tokens = path_lengths(p_path_len, p_dst_len, i_r)
+    if num_tokens <= 0:
         return
     node_start = tl.load(p_node_offset + i_r)
     i_slot = tl.load(p_layer_group + i_l) * tl.num_programs(1) + i_r
     src = tl.load(p_src_slot + i_slot).to(tl.int64)
     dst0 = tl.load(p_dst_slot + i_slot * 2).to(tl.int64)
     dst1 = tl.load(p_dst_slot + i_slot * 2 + 1).to(tl.int64)
-    len0 = tl.minimum(tl.load(p_dst_len + i_r * 2), path_len)
-    len1 = tl.minimum(tl.load(p_dst_len + i_r * 2 + 1), path_len)
     p_conv = load_pointer(p_conv_table, i_l, DTYPE, ALIGN)
     p_xl = p_x + i_l.to(tl.int64) * stride_x_layer
     p_path_r = p_path + i_r * stride_path

@@ -17,7 +17,7 @@ from ..conv import node_inputs, pointwise
 from ..conv.pointwise import CONV_WIDTH, NORM_EPS
 from ..precision import INTERPRET, device_function, to_fp32
 from ..topology import Forest
-from .conv import commit_conv
+from .conv import commit_conv, path_lengths
 from .factor import check_commit
 from .layers import TL_DTYPE, LayerTable, load_pointer
 
@@ -52,15 +52,6 @@ class ReplayWork:
             g=empty(num_value_heads),
             beta=empty(num_value_heads),
         )
-
-
-@device_function
-def path_lengths(p_path_len, p_dst_len, i_r):
-    """Tokens of both destinations of a request, at most the path's; 0: nothing to write."""
-    path_len = tl.load(p_path_len + i_r)
-    len0 = tl.minimum(tl.load(p_dst_len + i_r * 2), path_len)
-    len1 = tl.minimum(tl.load(p_dst_len + i_r * 2 + 1), path_len)
-    return len0, len1, tl.maximum(tl.maximum(len0, len1), 0)
 
 
 @device_function

@@ -208,11 +208,10 @@ def tree_inputs_kernel(
     b_y = round_to(silu(b_acc), x.dtype.element_ty)
     b_f = tl.where(m_c, b_y.to(tl.float32), 0.0)
     b_square = tl.sum(b_f * b_f, axis=2)
-    b_bad = b_square != b_square
-    b_bad |= b_square == float("inf")
-    b_scale = tl.where(b_bad, float("nan"), tl.rsqrt(b_square + eps))
+    m_finite = is_finite(b_square)
+    b_scale = tl.where(m_finite, tl.rsqrt(b_square + eps), float("nan"))
     # what later kernels multiply stays finite (0 * NaN would reach every row); the scale or the gate carries the NaN
-    b_y = tl.where(b_bad[:, :, None], tl.zeros([BN, BH, BD], dtype=x.dtype.element_ty), b_y)
+    b_y = tl.where(m_finite[:, :, None], b_y, tl.zeros([BN, BH, BD], dtype=x.dtype.element_ty))
     b_n3 = b_n[:, None, None]
     tl.store(out_q + b_n3 * (HK * DK) + o_c, b_y, mask=m_nc & (o_h < HK)[:, :, None])
     tl.store(out_k + b_n3 * (HK * DK) + (o_c - HK * DK), b_y, mask=m_nc & ((o_h >= HK) & (o_h < 2 * HK))[:, :, None])
@@ -227,7 +226,7 @@ def tree_inputs_kernel(
         b_bias = tl.load(dt_bias + o_hv, mask=m_v, other=0.0).to(tl.float32)
         b_g = log_decay(b_a, b_rate, b_bias)
         tl.store(out_g + b_n2 * HV + o_hv, tl.where(is_finite(b_g), b_g, float("nan")), mask=m_gate)
-        tl.store(out_beta + b_n2 * HV + o_hv, tl.where(b_bad, float("nan"), tl.sigmoid(b_b.to(tl.float32))), mask=m_gate)
+        tl.store(out_beta + b_n2 * HV + o_hv, tl.where(m_finite, tl.sigmoid(b_b.to(tl.float32)), float("nan")), mask=m_gate)
         # the decay of every ancestor is recomputed, since another program writes it, and summed by depth
         b_all = log_decay(b_a_path, b_rate[:, None, :], b_bias[:, None, :])
         b_p = tl.sum(tl.where(m_up, tl.where(is_finite(b_all), b_all, float("nan")), 0.0), axis=1)

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 
 from ..precision import INTERPRETED, to_bf16
+from ..topology.forest import CONV_WIDTH as CONV_WIDTH
 
-# width of GDN's causal convolution: 3 columns of history and the token itself
-CONV_WIDTH = 4
 # epsilon of the L2 norm of q and k
 NORM_EPS = 1e-6
 
