@@ -38,7 +38,7 @@ class BoleConfig:
     topk: int = 4
     max_depth: int = 8
     tree_size: int = 0
-    commit: str = "factor"
+    commit: str = "replay"
     precision: str = dot_precision.DEFAULT
     draft_vocab: int | str = 0
     debug: bool = False

@@ -166,8 +166,8 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         tree_inputs(
             mixed_qkv, a, b, self.conv_weight(), self.conv1d.bias, self.A_log, self.dt_bias, conv_state, slot, forest, keep.inputs, keep.x
         )  # fmt: skip
-        tree_factors(keep.inputs, forest, keep.z, keep.y)
-        tree_solve(keep.inputs, keep.z, keep.y, ssm_state, slot, forest, core_attn_out, keep.u, keep.r, keep.precision)
+        tree_factors(keep.inputs, forest, keep.z, keep.y, overlap=True)
+        tree_solve(keep.inputs, keep.z, keep.y, ssm_state, slot, forest, core_attn_out, keep.u, keep.r, keep.precision, overlap=True)
 
 
 def _layer_metadata(prefix: str) -> TreeGDNMetadata | None:

@@ -90,7 +90,7 @@ class RoundFactors:
         """
         where = (forest, path, path_len, src_slot, dst_slot, dst_len)
         if self.config.commit == "factor":
-            commit_factor(self.table, self.kept["p"], self.kept["k"], self.kept["k_scale"], self.u, self.x, *where, self.config.precision)
+            commit_factor(self.table, self.kept["p"], self.kept["k"], self.kept["k_scale"], self.u, self.x, *where)
         else:
             commit_replay(self.table, self.kept["g"], self.kept["beta"], self.x, *where, self.work)
 

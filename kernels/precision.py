@@ -1,6 +1,6 @@
 """Which dot precision is used where, and the conversions that the kernels share.
 
-Products whose error reaches the committed state (K S, Z R and the commit) lose by cancellation: `beta (v - readout)` with v
+Products whose error reaches the committed state (K S and Z R) lose by cancellation: `beta (v - readout)` with v
 within 1 % of the readout is off by 1.8 % in tf32 and 14 % in bf16, but by 5e-6 in tf32x3. They stay at that or better unless a caller
 asks for a lower mode by its name. q and k are 16-bit activations, exact on tensor cores; only their partner has to be split: a sum of
 three bfloat16 terms holds an fp32 value. Under Triton's interpreter every mode is fp32.
@@ -38,36 +38,25 @@ class DotPrecision:
     activation, which is exact, the fp32 operand in two or three terms (16 and 24 bits), otherwise both in two terms without the last one.
     """
 
-    # K S_pre, exact left operand
-    key_state: str
-    # Q S_pre, exact left operand
-    query_state: str
-    # U = Z R
-    solve: str
-    # Y R, the readout through the corrections
-    readout: str
-    # K^T U of the commit, exact left operand
-    commit: str
-
-
-def _uniform(name: str) -> DotPrecision:
-    return DotPrecision(key_state=name, query_state=name, solve=name, readout=name, commit=name)
+    # K S_pre and Q S_pre, exact left operand
+    state: str
+    # U = Z R and the readout Y R through the corrections
+    factors: str
 
 
 DEFAULT = "fp32"
 # from exact to cheap
 MODES = {
-    "ieee": _uniform("ieee"),
-    "tf32x3": _uniform("tf32x3"),
+    "ieee": DotPrecision("ieee", "ieee"),
+    "tf32x3": DotPrecision("tf32x3", "tf32x3"),
     # as exact as fp32, in the cheapest products that are
-    "fp32": DotPrecision(key_state="bf16x3", query_state="bf16x3", solve="tf32x3", readout="tf32x3", commit="bf16x3"),
-    "bf16x3": _uniform("bf16x3"),
+    "fp32": DotPrecision("bf16x3", "tf32x3"),
+    "bf16x3": DotPrecision("bf16x3", "bf16x3"),
     # 16 bits of the state
-    "bf16x2": DotPrecision(key_state="bf16x2", query_state="bf16x2", solve="bf16x3", readout="bf16x3", commit="bf16x2"),
-    "tf32": _uniform("tf32"),
-    "bf16": _uniform("bf16"),
+    "bf16x2": DotPrecision("bf16x2", "bf16x3"),
+    "tf32": DotPrecision("tf32", "tf32"),
+    "bf16": DotPrecision("bf16", "bf16"),
 }
-_INTERPRETED = _uniform("ieee")
 
 
 def resolve(mode: str, dtype: torch.dtype) -> DotPrecision:
@@ -78,12 +67,10 @@ def resolve(mode: str, dtype: torch.dtype) -> DotPrecision:
     if mode not in MODES:
         raise ValueError(f"unknown dot precision {mode!r}, known: {', '.join(MODES)}")
     if INTERPRET:
-        return _INTERPRETED
+        return MODES["ieee"]
     dots = MODES[mode]
-    if dtype == torch.bfloat16:
-        return dots
-    exact = ("key_state", "query_state", "commit")
-    return replace(dots, **{name: "tf32x3" for name in exact if getattr(dots, name) in ("bf16x2", "bf16x3")})
+    inexact = dtype != torch.bfloat16 and dots.state in ("bf16x2", "bf16x3")
+    return replace(dots, state="tf32x3") if inexact else dots
 
 
 @device_function
@@ -94,6 +81,15 @@ def to_bf16(b_x):
     else:
         b_y = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [b_x], dtype=tl.bfloat16, is_pure=True, pack=2)
     return b_y
+
+
+@device_function
+def split_bf16(b_x):
+    """Three bfloat16 blocks whose sum is an fp32 block (to 24 bits)."""
+    b_1 = to_bf16(b_x)
+    b_rest = b_x - b_1.to(tl.float32)
+    b_2 = to_bf16(b_rest)
+    return b_1, b_2, to_bf16(b_rest - b_2.to(tl.float32))
 
 
 @device_function
@@ -115,28 +111,24 @@ def dot(b_a, b_b, PRECISION: tl.constexpr):
 
 
 @device_function
-def split_bf16(b_x):
-    """Three bfloat16 blocks whose sum is an fp32 block (to 24 bits)."""
-    b_1 = to_bf16(b_x)
-    b_rest = b_x - b_1.to(tl.float32)
-    b_2 = to_bf16(b_rest)
-    return b_1, b_2, to_bf16(b_rest - b_2.to(tl.float32))
+def ordered_dot(b_s, b_x, b_c, STATE_LEFT: tl.constexpr, PRECISION: tl.constexpr):
+    b_left, b_right = (b_s, b_x) if STATE_LEFT else (b_x, b_s)
+    return tl.dot(b_left, b_right, acc=b_c, input_precision=PRECISION)
 
 
 @device_function
-def state_dot(b_a, b_b1, b_b2, b_b3, b_b, PRECISION: tl.constexpr):
-    """fp32 product of a block of activations and an fp32 block `b_b`, also given as its `split_bf16` terms (unused ones cost nothing)."""
-    if PRECISION == "bf16x3":
-        b_c = tl.dot(b_a, b_b3)
-        b_c = tl.dot(b_a, b_b2, acc=b_c)
-        b_c = tl.dot(b_a, b_b1, acc=b_c)
-    elif PRECISION == "bf16x2":
-        b_c = tl.dot(b_a, b_b2)
-        b_c = tl.dot(b_a, b_b1, acc=b_c)
-    elif PRECISION == "bf16":
-        b_c = tl.dot(b_a.to(tl.bfloat16), b_b1)
+def state_dot(b_s, b_x, b_c, STATE_LEFT: tl.constexpr, PRECISION: tl.constexpr):
+    """b_c plus the fp32 product of an fp32 block of the state and a block of activations, in this order or the other."""
+    if PRECISION == "bf16x3" or PRECISION == "bf16x2" or PRECISION == "bf16":
+        # terms that are not used cost nothing
+        b_1, b_2, b_3 = split_bf16(b_s)
+        if PRECISION == "bf16x3":
+            b_c = ordered_dot(b_3, b_x, b_c, STATE_LEFT, "ieee")
+        if PRECISION != "bf16":
+            b_c = ordered_dot(b_2, b_x, b_c, STATE_LEFT, "ieee")
+        b_c = ordered_dot(b_1, b_x.to(tl.bfloat16), b_c, STATE_LEFT, "ieee")
     else:
-        b_c = tl.dot(to_fp32(b_a, INTERPRETED), b_b, input_precision=PRECISION)
+        b_c = ordered_dot(b_s, to_fp32(b_x, INTERPRETED), b_c, STATE_LEFT, PRECISION)
     return b_c
 
 

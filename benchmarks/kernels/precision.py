@@ -88,7 +88,7 @@ class Chains:
         self.out_o.fill_(float("nan"))
         self.round.poison("u")
         self.round.tree_verify(0, "factor", mode, out_o=self.out_o)
-        self.state = self.committed(mode)
+        self.state = self.committed("factor")
 
     def path_arguments(self) -> dict[str, torch.Tensor]:
         def ints(values: list) -> torch.Tensor:
@@ -103,18 +103,18 @@ class Chains:
             "dst_len": ints([[TOKENS, 0]] * REQUESTS),
         }
 
-    def committed(self, mode: str | None) -> torch.Tensor:
-        """[R, HV, DK, DV] after the whole chain, by the factor commit at a mode, or by the replay (None)."""
+    def committed(self, commit: str) -> torch.Tensor:
+        """[R, HV, DK, DV] after the whole chain, from U or by replay."""
         s = self.set
         state = torch.empty_strided(s.state.shape, s.state.stride(), device=self.device).copy_(s.state)
         conv = torch.empty_strided(s.conv_state.shape, s.conv_state.stride(), dtype=DTYPE, device=self.device).copy_(s.conv_state)
         table = LayerTable.build([state], [conv], [0], [s.weight])
         common = {"layers": table, "x": s.kept_x[None], "forest": self.round.forest, **self.path_arguments()}
-        if mode is None:
+        if commit == "replay":
             commit_replay(g=s.inputs.g[None], beta=s.inputs.beta[None], **common)
         else:
             kept = {"p": s.inputs.p[None], "k": s.inputs.k[None], "k_scale": s.inputs.k_scale[None], "u": s.u[None]}
-            commit_factor(precision=mode, **kept, **common)
+            commit_factor(**kept, **common)
         return state[self.round.slots.long()]
 
     def checks(self, o=None, u=None, state=None, bound: float = float("inf"), want_state=None) -> list[Check]:
@@ -172,7 +172,7 @@ def _replay_arm(chains: Chains) -> Ready:
         raise Skip("the replay takes its values from the convolution, which cannot give values near a readout")
 
     def step(i: int) -> None:
-        chains.state = chains.committed(None)
+        chains.state = chains.committed("replay")
 
     return Ready(step, lambda: chains.checks(state=chains.state, bound=EXACT_BOUNDS["normal"]))
 

@@ -150,24 +150,26 @@ class Round:
             out_x=s.kept_x,
         )
 
-    def tree_factors(self, i: int, commit: str) -> None:
+    def tree_factors(self, i: int, commit: str, overlap: bool = False) -> None:
         s = self.sets[i]
-        tree_factors(s.inputs, self.forest, s.z if commit == "factor" else None, s.y)
+        tree_factors(s.inputs, self.forest, s.z if commit == "factor" else None, s.y, overlap)
 
-    def tree_solve(self, i: int, commit: str, precision: str = DEFAULT, out_o: torch.Tensor | None = None) -> None:
+    def tree_solve(self, i: int, commit: str, precision: str = DEFAULT, out_o: torch.Tensor | None = None, overlap: bool = False) -> None:
         """Solve and readout from the factors that are there; U is written for `factor`."""
         s = self.sets[i]
         z, u = (s.z, s.u) if commit == "factor" else (None, None)
-        tree_solve(s.inputs, z, s.y, s.state, self.slots, self.forest, s.o if out_o is None else out_o, u, s.r, precision)
+        tree_solve(s.inputs, z, s.y, s.state, self.slots, self.forest, s.o if out_o is None else out_o, u, s.r, precision, overlap)
 
     def tree_verify(self, i: int, commit: str, precision: str = DEFAULT, out_o: torch.Tensor | None = None) -> None:
         """Everything after the node inputs."""
         self.tree_factors(i, commit)
         self.tree_solve(i, commit, precision, out_o)
 
-    def tree_core(self, i: int, commit: str, precision: str = DEFAULT) -> None:
+    def tree_core(self, i: int, commit: str) -> None:
+        """Each of the three kernels starts while the one before it runs."""
         self.tree_inputs(i)
-        self.tree_verify(i, commit, precision)
+        self.tree_factors(i, commit, overlap=True)
+        self.tree_solve(i, commit, overlap=True)
 
     def serial_tree(self, i: int, value_tile: int | None = None, num_warps: int | None = None) -> None:
         s = self.sets[i]

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..overlap import launch_options, overlaps, wait_for_previous
 from ..precision import INTERPRET, device_function
 from .layers import TL_DTYPE, LayerTable, load_pointer
 
@@ -56,10 +57,13 @@ def commit_conv_kernel(
     BC: tl.constexpr,
     DTYPE: tl.constexpr,
     ALIGN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     i_c, i_r, i_l = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     len0, len1, num_tokens = path_lengths(p_path_len, p_dst_len, i_r)
     if num_tokens <= 0:
+        if OVERLAP:
+            wait_for_previous()
         return
     node_start = tl.load(p_node_offset + i_r)
     i_slot = tl.load(p_layer_group + i_l) * tl.num_programs(1) + i_r
@@ -83,6 +87,9 @@ def commit_conv_kernel(
     o_out = o_w[:, None] * stride_w + o_c[None, :] * stride_c
     tl.store(p_conv + dst0 * stride_slot + o_out, b_0, mask=m_0[:, None] & m_c[None, :])
     tl.store(p_conv + dst1 * stride_slot + o_out, b_1, mask=m_1[:, None] & m_c[None, :])
+    if OVERLAP:
+        # nothing here needs the states; but whoever waits for this kernel means the whole commit
+        wait_for_previous()
 
 
 def commit_conv(
@@ -95,7 +102,10 @@ def commit_conv(
     dst_slot: torch.Tensor,
     dst_len: torch.Tensor,
 ) -> None:
-    """Launches the conv half of a commit; arguments as `commit_factor`, already checked by the caller."""
+    """Launches the conv half of a commit; arguments as `commit_factor`, already checked by the caller.
+
+    It runs beside the launch before it, which must be the states' kernel."""
+    overlap = overlaps(x.device)
     tile = min(triton.next_power_of_2(layers.num_channels), 8192 if INTERPRET else 512)
     grid = (triton.cdiv(layers.num_channels, tile), path_len.shape[0], layers.num_layers)
     commit_conv_kernel[grid](
@@ -117,5 +127,7 @@ def commit_conv(
         BC=tile,
         DTYPE=TL_DTYPE[layers.conv_dtype],
         ALIGN=layers.align_bytes,
+        OVERLAP=overlap,
         num_warps=4,
+        **launch_options(overlap),
     )

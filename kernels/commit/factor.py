@@ -1,4 +1,7 @@
-"""The commit from factors: S_new = exp(P_a) S_pre + sum_j exp(P_a - P_j) k_j u_j^T over the accepted path, all layers in one launch."""
+"""The commit from factors, all layers in one launch: S_new = exp(P_a) S_pre + sum_j exp(P_a - P_j) k_j u_j^T over the accepted path.
+
+The states stream through registers: the few rank-one updates of a path cost less than a tile's detour to the layout of tensor cores.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,25 @@ import triton
 import triton.language as tl
 
 from ..conv import pointwise
-from ..precision import DEFAULT, INTERPRET, device_function, exp_non_positive, resolve, split_bf16, state_dot, to_fp32
+from ..overlap import let_next_start, overlaps
+from ..precision import INTERPRET, device_function, exp_non_positive, to_fp32
 from ..topology import Forest
-from .conv import commit_conv
+from .conv import commit_conv, path_lengths
 from .layers import TL_DTYPE, LayerTable, load_pointer
 
+# values and warps of one program
+TILE = (8, 1)
+
 round_to = device_function(pointwise.round_to)
+
+
+@device_function
+def load_correction(p_p, p_k, p_k_scale, p_u, o_row, i_hv, i_hk, o_d, o_v, HK, HV, DK, DV, INTERPRET: tl.constexpr):
+    """What a node adds: its P, k [DK] as fp32 activation and u [BV], the norm of k included."""
+    o_key, o_head = o_row * HK + i_hk, o_row * HV + i_hv
+    b_k = to_fp32(tl.load(p_k + o_key * DK + o_d), INTERPRET)
+    b_u = tl.load(p_u + o_head * DV + o_v)
+    return tl.load(p_p + o_head), b_k, b_u * tl.load(p_k_scale + o_key)
 
 
 @triton.jit
@@ -42,58 +58,57 @@ def commit_factor_kernel(
     HV: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    BT: tl.constexpr,
     BV: tl.constexpr,
     DTYPE: tl.constexpr,
     ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        let_next_start()
     i_vh, i_r, i_l = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    path_len = tl.load(p_path_len + i_r)
-    if path_len <= 0:
-        return
     i_v, i_hv = i_vh % (DV // BV), i_vh // (DV // BV)
+    len0, len1, num_tokens = path_lengths(p_path_len, p_dst_len, i_r)
+    if num_tokens <= 0:
+        return
     node_start = tl.load(p_node_offset + i_r)
     i_slot = tl.load(p_layer_group + i_l) * tl.num_programs(1) + i_r
+    src = tl.load(p_src_slot + i_slot).to(tl.int64)
+    dst0 = tl.load(p_dst_slot + i_slot * 2).to(tl.int64)
+    dst1 = tl.load(p_dst_slot + i_slot * 2 + 1).to(tl.int64)
     layer = i_l.to(tl.int64)
-    p_pl = p_p + layer * stride_p_layer
-    p_kl = p_k + layer * stride_k_layer
-    p_ksl = p_k_scale + layer * stride_ks_layer
-    p_ul = p_u + layer * stride_u_layer
-    p_path_r = p_path + i_r * stride_path
-    o_t = tl.arange(0, BT)
+    p_p += layer * stride_p_layer
+    p_k += layer * stride_k_layer
+    p_k_scale += layer * stride_ks_layer
+    p_u += layer * stride_u_layer
+    p_path += i_r * stride_path
+    i_hk = i_hv // (HV // HK)
     o_d = tl.arange(0, DK)
     o_v = i_v * BV + tl.arange(0, BV)
-    # [DK, BV]
+    # [BV, DK]
     p_state = load_pointer(p_ssm_table, i_l, DTYPE, ALIGN) + i_hv.to(tl.int64) * stride_head
-    o_state = o_d[:, None] * stride_k + o_v[None, :] * stride_v
-    src = tl.load(p_src_slot + i_slot).to(tl.int64)
-    # read once, before either destination is written: one of them may be the source
+    o_state = o_v[:, None] * stride_v + o_d[None, :] * stride_k
     b_pre = to_fp32(tl.load(p_state + src * stride_slot + o_state), INTERPRET)
+    # the corrections apart, so that S_pre is rounded once, not at every token
+    b_s = tl.full([BV, DK], 0.0, tl.float32)
 
-    for i_dst in tl.static_range(2):
-        dst = tl.load(p_dst_slot + i_slot * 2 + i_dst).to(tl.int64)
-        num_tokens = tl.minimum(tl.load(p_dst_len + i_r * 2 + i_dst), path_len)
+    last = num_tokens - 1
+    row = (node_start + tl.load(p_path)).to(tl.int64)
+    next_row = (node_start + tl.load(p_path + tl.minimum(1, last))).to(tl.int64)
+    b_p, b_k, b_u = load_correction(p_p, p_k, p_k_scale, p_u, row, i_hv, i_hk, o_d, o_v, HK, HV, DK, DV, INTERPRET)
+    b_decay = b_p
+    for i_t in range(num_tokens):
+        b_s = b_s * exp_non_positive(b_decay) + b_u[:, None] * b_k[None, :]
+        # read ahead; behind the last token the last one again
+        b_last = b_p
+        b_p, b_k, b_u = load_correction(p_p, p_k, p_k_scale, p_u, next_row, i_hv, i_hk, o_d, o_v, HK, HV, DK, DV, INTERPRET)
+        b_decay = b_p - b_last
+        next_row = (node_start + tl.load(p_path + tl.minimum(i_t + 2, last))).to(tl.int64)
         # slot 0 is the null block
-        if (num_tokens > 0) & (dst > 0):
-            last = tl.load(p_path_r + num_tokens - 1)
-            b_pa = tl.load(p_pl + (node_start + last).to(tl.int64) * HV + i_hv)
-            b_s = tl.exp(b_pa) * b_pre
-            for i_t in range(0, num_tokens, BT):
-                m_t = i_t + o_t < num_tokens
-                o_node = tl.load(p_path_r + i_t + o_t, mask=m_t, other=0)
-                o_row = (node_start + o_node).to(tl.int64)
-                b_p = tl.load(p_pl + o_row * HV + i_hv, mask=m_t, other=0.0)
-                b_w = tl.where(m_t, exp_non_positive(b_pa - b_p), 0.0)
-                o_key = o_row * HK + i_hv // (HV // HK)
-                b_w *= tl.load(p_ksl + o_key, mask=m_t, other=0.0)
-                b_k = tl.load(p_kl + o_key[None, :] * DK + o_d[:, None], mask=m_t[None, :], other=0.0)
-                o_u = (o_row * HV + i_hv)[:, None] * DV + o_v[None, :]
-                b_u = b_w[:, None] * tl.load(p_ul + o_u, mask=m_t[:, None], other=0.0)
-                b_u1, b_u2, b_u3 = split_bf16(b_u)
-                b_s += state_dot(b_k, b_u1, b_u2, b_u3, b_u, PRECISION)
-            tl.store(p_state + dst * stride_slot + o_state, round_to(b_s, DTYPE))
+        if (i_t + 1 == len0) & (dst0 > 0):
+            tl.store(p_state + dst0 * stride_slot + o_state, round_to(exp_non_positive(b_last) * b_pre + b_s, DTYPE))
+        if (i_t + 1 == len1) & (dst1 > 0):
+            tl.store(p_state + dst1 * stride_slot + o_state, round_to(exp_non_positive(b_last) * b_pre + b_s, DTYPE))
 
 
 def check_commit(layers: LayerTable, x, path, path_len, src_slot, dst_slot, dst_len, **per_node) -> None:
@@ -116,6 +131,11 @@ def check_commit(layers: LayerTable, x, path, path_len, src_slot, dst_slot, dst_
         raise ValueError(f"slots of {src_slot.shape[0]} groups, the layers use {layers.num_groups}")
 
 
+def state_tile(head_v_dim: int) -> tuple[int, int]:
+    """(values, warps) of one program of a commit. The interpreter pays per program."""
+    return (head_v_dim, 4) if INTERPRET else (min(head_v_dim, TILE[0]), TILE[1])
+
+
 def commit_factor(
     layers: LayerTable,
     p: torch.Tensor,
@@ -129,7 +149,6 @@ def commit_factor(
     src_slot: torch.Tensor,
     dst_slot: torch.Tensor,
     dst_len: torch.Tensor,
-    precision: str = DEFAULT,
 ) -> None:
     """Writes every layer's state and conv state after the accepted path, in place in the layers' caches.
 
@@ -143,15 +162,14 @@ def commit_factor(
         src_slot: [groups, R] int32, the slot with the state before node 0.
         dst_slot: [groups, R, 2] int32, dst_len: [R, 2] int32: the state after the first dst_len[r, j] path tokens (at most path_len)
             goes to dst_slot[g, r, j]. Length 0 or slot <= 0 (vLLM's null block): skipped. A destination may be the source.
-        precision: a name of `precision.MODES`.
-
-    Two launches (states, conv states) for all layers, requests and heads. Raises ValueError on wrong shapes or dtypes.
+    Products and sums are fp32. Two launches (states, conv states) for all layers, requests and heads. Raises ValueError on wrong
+    shapes or dtypes.
     """
     heads, dim_v = layers.num_value_heads, layers.head_v_dim
     keys = layers.num_key_heads
     per_node = {"p": (p, (heads,)), "k": (k, (keys, layers.head_k_dim)), "k_scale": (k_scale, (keys,)), "u": (u, (heads, dim_v))}
     check_commit(layers, x, path, path_len, src_slot, dst_slot, dst_len, **per_node)
-    tile = dim_v if INTERPRET else min(dim_v, 32)
+    tile, warps = state_tile(dim_v)
     grid = (heads * (dim_v // tile), path_len.shape[0], layers.num_layers)
     commit_factor_kernel[grid](
         layers.ssm_ptr,
@@ -176,13 +194,11 @@ def commit_factor(
         HV=heads,
         DK=layers.head_k_dim,
         DV=dim_v,
-        BT=16,
         BV=tile,
         DTYPE=TL_DTYPE[layers.ssm_dtype],
         ALIGN=layers.align_bytes,
-        PRECISION=resolve(precision, k.dtype).commit,
         INTERPRET=INTERPRET,
-        num_warps=4,
-        num_stages=1,
+        OVERLAP=overlaps(x.device),
+        num_warps=warps,
     )
     commit_conv(layers, x, forest.node_offset, path, path_len, src_slot, dst_slot, dst_len)

@@ -12,10 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
+from ..overlap import let_next_start, overlaps
 from ..precision import is_finite
 from ..topology import Forest
 from ..topology.locate import node_bound
 from .pointwise import CONV_WIDTH, NORM_EPS, add_tap, log_decay, native_rounds_products, round_to, silu
+
+# nodes and heads of one program on a GPU
+TILE = (8, 2)
 
 
 @dataclass
@@ -127,6 +131,7 @@ def tree_inputs_kernel(
     scale,
     eps,
     R,
+    last_entry,
     stride_x,
     stride_a,
     stride_b,
@@ -145,26 +150,31 @@ def tree_inputs_kernel(
     KEEP_X: tl.constexpr,
     ROUND: tl.constexpr,
     DENSE: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BN: tl.constexpr,
     BH: tl.constexpr,
     BD: tl.constexpr,
 ):
     tl.static_assert(WIDTH == 4)
     C: tl.constexpr = 2 * HK * DK + HV * DV
+    if OVERLAP:
+        let_next_start()
     i_n = tl.program_id(0)
     num_nodes = tl.load(node_offset + R)
-    if i_n * BN >= num_nodes:
-        return
-    # [BN] nodes; those behind the last one compute with its inputs and store nothing
+    # [BN] nodes; what is read of those behind the last one is not looked at, and read only so that nothing waits for their number
     o_n = i_n * BN + tl.arange(0, BN)
-    m_n = o_n < num_nodes
-    b_n = tl.minimum(o_n, num_nodes - 1).to(tl.int64)
+    b_n = tl.minimum(o_n, last_entry).to(tl.int64)
     b_request = tl.load(request + b_n)
-    b_slot = tl.load(state_slot + b_request).to(tl.int64)
     b_source0 = tl.load(conv_source + b_n * WIDTH)
     b_source1 = tl.load(conv_source + b_n * WIDTH + 1)
     b_source2 = tl.load(conv_source + b_n * WIDTH + 2)
     b_row = tl.load(conv_source + b_n * WIDTH + 3).to(tl.int64)
+    b_path = tl.load(path + b_n[:, None] * LEVELS + tl.arange(0, LEVELS)[None, :])
+    if i_n * BN >= num_nodes:
+        return
+    m_n = o_n < num_nodes
+    b_slot = tl.load(state_slot + b_request, mask=m_n, other=0).to(tl.int64)
+    b_start = tl.load(token_start + b_request, mask=m_n, other=0).to(tl.int64)
 
     # [1, BH] heads in the order q, k, v; [1, BH, BD] their channels
     o_h = (tl.program_id(1) * BH + tl.arange(0, BH))[None, :]
@@ -183,8 +193,7 @@ def tree_inputs_kernel(
     o_hv = o_h - 2 * HK
     b_a = tl.load(a + (b_row * stride_a)[:, None] + o_hv, mask=m_gate, other=0.0)
     b_b = tl.load(b + (b_row * stride_b)[:, None] + o_hv, mask=m_gate, other=0.0)
-    b_path = tl.load(path + b_n[:, None] * LEVELS + tl.arange(0, LEVELS)[None, :])
-    b_up = tl.load(token_start + b_request).to(tl.int64)[:, None] + b_path
+    b_up = b_start[:, None] + b_path
     m_up = (b_path >= 0)[:, :, None] & m_gate[:, None, :]
     b_a_path = tl.load(a + (b_up * stride_a)[:, :, None] + o_hv[:, None, :], mask=m_up, other=0.0)
 
@@ -309,6 +318,7 @@ def tree_inputs(
         DK**-0.5,
         NORM_EPS,
         forest.max_requests,
+        forest.capacity - 1,
         x.stride(0),
         a.stride(0),
         b.stride(0),
@@ -324,6 +334,7 @@ def tree_inputs(
         KEEP_X=out_x is not None,
         ROUND=native_rounds_products(x, weight) if round_products is None else round_products,
         DENSE=conv_state.stride(1) == 1,
+        OVERLAP=overlaps(x.device),
         BN=BN,
         BH=BH,
         BD=triton.next_power_of_2(max(DK, DV)),
@@ -333,7 +344,7 @@ def tree_inputs(
 def _tile(x: torch.Tensor, num_heads: int) -> tuple[int, int]:
     """Nodes and heads of one program. Never from the batch: the order of the norm's sum must not depend on it."""
     if x.is_cuda:
-        return 4, 4
+        return TILE
     # the interpreter pays per operation, not per element
     return 64, min(16, triton.next_power_of_2(num_heads))
 

@@ -43,6 +43,18 @@ def round_to(b_x, dtype: tl.constexpr):
 @triton.jit
 def add_tap(b_acc, b_x, b_w, ROUND: tl.constexpr):
     """One tap of the convolution on an fp32 sum; exact fp32 product of 16-bit operands, rounded to their dtype if ROUND."""
+    if ROUND and not INTERPRETED and b_x.dtype == tl.bfloat16:
+        # two products an instruction (x w - 0 keeps the sign of zero), a bfloat16 is the upper half of an fp32
+        ASM: tl.constexpr = """{
+            .reg .b32 %w, %lo, %hi;
+            mov.b32 %w, 0x80008000;
+            fma.rn.bf16x2 %w, $2, $3, %w;
+            shl.b32 %lo, %w, 16;
+            and.b32 %hi, %w, 0xffff0000;
+            add.rn.f32 $0, %lo, $4;
+            add.rn.f32 $1, %hi, $5;
+        }"""
+        return tl.inline_asm_elementwise(ASM, "=f,=f,r,r,f,f", [b_x, b_w, b_acc], dtype=tl.float32, is_pure=True, pack=2)
     if ROUND and not INTERPRETED:
         # a product of two 16-bit blocks is rounded once, which is what is wanted
         b_product = (b_x * b_w).to(tl.float32)
@@ -55,7 +67,12 @@ def add_tap(b_acc, b_x, b_w, ROUND: tl.constexpr):
 
 @triton.jit
 def silu(b_x):
-    return b_x / (1 + tl.exp(-b_x))
+    if INTERPRETED:
+        b_e = tl.exp(-b_x)
+    else:
+        # tl.exp without its care for subnormal results, which vanish beside 1
+        b_e = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [-b_x * 1.4426950408889634], tl.float32, is_pure=True, pack=1)
+    return b_x / (1 + b_e)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ..conv import NodeInputs
+from ..overlap import launch_options, let_next_start, wait_for_previous
 from ..precision import INTERPRET, finite_or_zero, is_finite
 from ..topology import Forest
 from .gates import path_gates
@@ -36,6 +37,7 @@ def block_rows_kernel(
     LEVELS: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_Z: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BT: tl.constexpr,
 ):
     # one program: a request and HEADS value heads that share a key head
@@ -43,6 +45,8 @@ def block_rows_kernel(
     node_start = tl.load(p_node_offset + i_r)
     num_nodes = tl.load(p_node_offset + i_r + 1) - node_start
     if num_nodes <= 0:
+        if OVERLAP:
+            wait_for_previous()
         return
     i_hk = i_h * HEADS // (HV // HK)
     o_t = tl.arange(0, BT)
@@ -56,6 +60,9 @@ def block_rows_kernel(
     m_path = b_path >= 0
     b_at = tl.where(m_path, b_path, 0)
     o_row = node_start.to(tl.int64) + b_at
+    if OVERLAP:
+        wait_for_previous()
+        let_next_start()
     # [BT, DK]
     o_kq = (o_own * HK + i_hk)[:, None] * DK + tl.arange(0, DK)[None, :]
     b_k = tl.load(p_k + o_kq)
@@ -92,13 +99,15 @@ def block_rows_kernel(
             tl.store(p_z + o_out, b_z + b_nan, mask=m_i[:, None])
 
 
-def launch_block_rows(inputs: NodeInputs, forest: Forest, out_z: torch.Tensor | None, out_y: torch.Tensor) -> None:
+def launch_block_rows(inputs: NodeInputs, forest: Forest, out_z: torch.Tensor | None, out_y: torch.Tensor, overlap: bool = False) -> None:
     """`rows.tree_factors` for trees of at most MAX_BLOCK nodes; arguments already checked."""
     _, num_key_heads, head_k_dim = inputs.k.shape
     num_value_heads, columns = inputs.v.shape[1], forest.path.shape[1]
     # a program per value head fills the card at small batches; one per key head makes the products once (deep trees would spill)
     group = num_value_heads // num_key_heads
-    heads = group if INTERPRET or (forest.max_requests * num_key_heads >= 128 and columns == 16) else 1
+    block = max(16, triton.next_power_of_2(forest.max_nodes))
+    shared = INTERPRET or (block == MAX_BLOCK and forest.max_requests * num_key_heads >= 128 and columns == 16)
+    heads = group if shared else 1
     block_rows_kernel[(num_value_heads // heads, forest.max_requests)](
         inputs.q,
         inputs.k,
@@ -118,6 +127,8 @@ def launch_block_rows(inputs: NodeInputs, forest: Forest, out_z: torch.Tensor | 
         LEVELS=min(forest.max_depth + 1, columns - 1),
         HEADS=heads,
         HAS_Z=out_z is not None,
-        BT=max(16, triton.next_power_of_2(forest.max_nodes)),
-        num_warps=4,
+        OVERLAP=overlap,
+        BT=block,
+        num_warps=block // 16,
+        **launch_options(overlap),
     )

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ..conv import NodeInputs
+from ..overlap import launch_options, let_next_start, wait_for_previous
 from ..precision import INTERPRET, device_function, exp_non_positive, finite_or_zero, is_finite
 from ..topology import Forest
 from ..topology.locate import node_bound
@@ -45,12 +46,15 @@ def path_rows_kernel(
     D: tl.constexpr,
     LEVELS: tl.constexpr,
     HAS_Z: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BN: tl.constexpr,
 ):
     # one program: BN nodes, one key head and the value heads that share it
     i_n, i_hk = tl.program_id(0), tl.program_id(1)
     num_nodes = tl.load(p_node_offset + R)
     if i_n * BN >= num_nodes:
+        if OVERLAP:
+            wait_for_previous()
         return
     GROUP: tl.constexpr = HV // HK
     o_t = i_n * BN + tl.arange(0, BN)
@@ -64,6 +68,9 @@ def path_rows_kernel(
     b_path = tl.load(p_path + o_n[:, None] * D + o_m)
     m_path = b_path >= 0
     o_row = tl.where(m_path, b_base[:, None] + b_path, o_n[:, None]).to(tl.int64)
+    if OVERLAP:
+        wait_for_previous()
+        let_next_start()
     # [BN, D, D]
     b_kk = path_products(p_q, p_k, o_row, o_n, i_hk, HK, DK, D)
     b_ks = tl.load(p_k_scale + o_row * HK + i_hk, mask=m_path, other=0.0)
@@ -97,7 +104,7 @@ def path_rows_kernel(
             tl.store(p_z + o_out, b_z + b_nan, mask=m_n[:, None])
 
 
-def launch_path_rows(inputs: NodeInputs, forest: Forest, out_z: torch.Tensor | None, out_y: torch.Tensor) -> None:
+def launch_path_rows(inputs: NodeInputs, forest: Forest, out_z: torch.Tensor | None, out_y: torch.Tensor, overlap: bool = False) -> None:
     """`rows.tree_factors` for any tree; arguments already checked."""
     _, num_key_heads, head_k_dim = inputs.k.shape
     columns = forest.path.shape[1]
@@ -123,6 +130,8 @@ def launch_path_rows(inputs: NodeInputs, forest: Forest, out_z: torch.Tensor | N
         D=columns,
         LEVELS=min(forest.max_depth + 1, columns - 1),
         HAS_Z=out_z is not None,
+        OVERLAP=overlap,
         BN=nodes,
         num_warps=4,
+        **launch_options(overlap),
     )

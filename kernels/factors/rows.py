@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from ..conv import NodeInputs
+from ..overlap import overlaps
 from ..precision import INTERPRET
 from ..topology import Forest
 from ..topology.locate import node_bound
@@ -19,7 +20,7 @@ from .block_rows import MAX_BLOCK, launch_block_rows
 from .path_rows import launch_path_rows
 
 
-def tree_factors(inputs: NodeInputs, forest: Forest, out_z: torch.Tensor | None, out_y: torch.Tensor) -> None:
+def tree_factors(inputs: NodeInputs, forest: Forest, out_z: torch.Tensor | None, out_y: torch.Tensor, overlap: bool = False) -> None:
     """Rows of Z and Y of every node, one layer, in place, with
 
         G_ij = beta_i exp(P_i - P_j) (k_i . k_j)   j a strict ancestor of i, else 0
@@ -32,6 +33,7 @@ def tree_factors(inputs: NodeInputs, forest: Forest, out_z: torch.Tensor | None,
         inputs: of `tree_inputs`. forest: topology; its nodes lie within D - 2 levels.
         out_z: [capacity, HV, D] fp32, D = `forest.path.shape[1]`: column m belongs to the ancestor at depth m (the node itself at its own
             depth), 0 beyond. None: only Y is wanted. out_y: likewise.
+        overlap: the launch before this one on the stream is this round's `tree_inputs`; start while it runs.
 
     Products of keys are exact in 16-bit activations, everything else is fp32. A node whose path holds something not finite (see
     `tree_inputs`) gets NaN; no other node's bits depend on it. Entries behind the last node are not written. Raises ValueError on wrong
@@ -46,7 +48,7 @@ def tree_factors(inputs: NodeInputs, forest: Forest, out_z: torch.Tensor | None,
             raise ValueError(f"{name}: expected contiguous fp32 {rows}, got {tensor.dtype} {tuple(tensor.shape)}")
     if forest.max_requests > 0:
         launch = launch_path_rows if _by_path(forest.max_nodes, node_bound(forest)) else launch_block_rows
-        launch(inputs, forest, out_z, out_y)
+        launch(inputs, forest, out_z, out_y, overlap and overlaps(inputs.k.device))
 
 
 def _by_path(max_nodes: int, num_nodes: int) -> bool:

@@ -79,11 +79,11 @@ def serial_tree_kernel(
         tl.store(p_snapshots + node * (HV * DV * DK) + o_snapshot, b_s)
 
 
-def default_tile(head_v_dim: int, num_requests: int) -> tuple[int, int]:
-    """(value tile, warps). Small tiles fill the card at batch size 1; `python -m benchmarks kernels` sweeps both."""
+def default_tile(head_v_dim: int) -> tuple[int, int]:
+    """(value tile, warps). Small tiles win at batch 1 and 16 on an H200; `python -m benchmarks kernels` sweeps both."""
     if INTERPRET:
         return head_v_dim, 4
-    return (min(head_v_dim, 16), 1) if num_requests <= 4 else (min(head_v_dim, 32), 4)
+    return min(head_v_dim, 8), 1
 
 
 def _check(inputs: NodeInputs, state, state_slot, forest: Forest, snapshots, out_o, value_tile: int) -> None:
@@ -136,7 +136,7 @@ def serial_tree(
     """
     num_key_heads, head_k_dim = inputs.k.shape[1:]
     _, num_value_heads, head_v_dim = inputs.v.shape
-    tile, warps = default_tile(head_v_dim, forest.max_requests)
+    tile, warps = default_tile(head_v_dim)
     tile, warps = value_tile or tile, num_warps or warps
     _check(inputs, state, state_slot, forest, snapshots, out_o, tile)
     if forest.max_requests == 0:

@@ -1,162 +1,24 @@
 """U = Z R and O = exp(P) Q S + Y R over a forest, tiled over the value dimension.
 
-A program keeps its tile of S_pre on chip and takes the nodes in blocks of up to NODE_BLOCK. Z and Y come as rows over a node's
-ancestors; the dense block is gathered by the ancestor's depth and masked by the ancestor bits, so no block waits for another's result.
-Of a tree larger than a block R goes through `scratch_r`, since later blocks need it.
+Z and Y come as rows over a node's ancestors; the dense block is gathered by the ancestor's depth and masked by the ancestor bits.
 """
 
 from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 
-from ..conv import NodeInputs, pointwise
-from ..precision import DEFAULT, INTERPRET, device_function, dot, finite_or_zero, resolve, split_bf16, state_dot, to_fp32
+from ..conv import NodeInputs
+from ..overlap import launch_options, overlaps
+from ..precision import DEFAULT, INTERPRET, resolve
 from ..topology import Forest
-
-round_to = device_function(pointwise.round_to)
+from .blocks import block_solve_kernel
+from .small_trees import MAX_NODES as SMALL_NODES
+from .small_trees import small_solve_kernel
 
 NODE_BLOCK = 64
-
-
-@device_function
-def ancestor_mask(p_ancestors, o_node, m_i, i_s, W: tl.constexpr, BT: tl.constexpr):
-    """[BT, BT] true where the column's node, in the i_s-th block, is an ancestor of the row's node or is it."""
-    first = i_s * BT // 32
-    b_word = tl.load(p_ancestors + o_node * W + first, mask=m_i, other=0)[:, None]
-    o_j = tl.arange(0, BT)[None, :]
-    if BT > 32:
-        b_second = tl.load(p_ancestors + o_node * W + first + 1, mask=m_i & (first + 1 < W), other=0)[:, None]
-        b_word = tl.where(o_j < 32, b_word, b_second)
-    return ((b_word >> ((i_s * BT + o_j) & 31)) & 1) != 0
-
-
-@device_function
-def dense_block(p_rows, b_level, m_ancestor, o_head, D: tl.constexpr):
-    """[BT, BT] block of Z or Y: rows of (node, head) o_head, columns of nodes at depths b_level, 0 off the mask."""
-    return tl.load(p_rows + (o_head * D)[:, None] + b_level[None, :], mask=m_ancestor, other=0.0)
-
-
-@triton.jit
-def tree_solve_kernel(
-    p_q,
-    p_k,
-    p_v,
-    p_q_scale,
-    p_k_scale,
-    p_beta,
-    p_p,
-    p_z,
-    p_y,
-    p_state,
-    p_state_slot,
-    p_node_offset,
-    p_token_start,
-    p_depth,
-    p_ancestors,
-    p_o,
-    p_u,
-    p_r,
-    stride_s_slot,
-    stride_s_head,
-    stride_s_k,
-    stride_s_v,
-    stride_o_row,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    MANY_BLOCKS: tl.constexpr,
-    HAS_U: tl.constexpr,
-    KEY_STATE: tl.constexpr,
-    QUERY_STATE: tl.constexpr,
-    SOLVE: tl.constexpr,
-    READOUT: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    i_v, i_hv, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    node_start = tl.load(p_node_offset + i_r)
-    num_nodes = tl.load(p_node_offset + i_r + 1) - node_start
-    if num_nodes <= 0:
-        return
-    row_start = tl.load(p_token_start + i_r)
-    slot = tl.load(p_state_slot + i_r).to(tl.int64)
-    i_hk = i_hv // (HV // HK)
-    o_t = tl.arange(0, BT)
-    o_d = tl.arange(0, DK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    # [BV, DK], the order in which vLLM stores it; [DK, BV] its terms
-    p_s = p_state + slot * stride_s_slot + i_hv.to(tl.int64) * stride_s_head
-    b_s = tl.trans(tl.load(p_s + o_v[:, None] * stride_s_v + o_d[None, :] * stride_s_k).to(tl.float32))
-    b_s1, b_s2, b_s3 = split_bf16(b_s)
-    num_blocks = 1
-    if MANY_BLOCKS:
-        num_blocks = (num_nodes + BT - 1) // BT
-
-    for i_b in range(num_blocks):
-        o_i = i_b * BT + o_t
-        m_i = o_i < num_nodes
-        o_node = (node_start + o_i).to(tl.int64)
-        o_head = o_node * HV + i_hv
-        o_key = o_node * HK + i_hk
-        o_kq = o_key[:, None] * DK + o_d[None, :]
-        b_k = tl.load(p_k + o_kq, mask=m_i[:, None], other=0.0)
-        b_q = tl.load(p_q + o_kq, mask=m_i[:, None], other=0.0)
-        b_v = to_fp32(tl.load(p_v + o_head[:, None] * DV + o_v[None, :], mask=m_i[:, None], other=0.0), INTERPRET)
-        b_beta = tl.load(p_beta + o_head, mask=m_i, other=0.0)
-        b_decay = tl.exp(tl.load(p_p + o_head, mask=m_i, other=0.0))
-        b_k_decay = b_decay * tl.load(p_k_scale + o_key, mask=m_i, other=0.0)
-        b_q_decay = b_decay * tl.load(p_q_scale + o_key, mask=m_i, other=0.0)
-        # [BT, BT] read before the products with the state, so that they cover its latency
-        b_level = tl.load(p_depth + o_node, mask=m_i, other=0)
-        m_ancestor = ancestor_mask(p_ancestors, o_node, m_i, i_b, W, BT)
-        b_rows = dense_block(p_y, b_level, m_ancestor, o_head, D)
-        # [BT, BV]; what is not finite becomes 0 (0 * NaN would reach every row): the node's and its descendants' rows of Z and Y are NaN
-        b_r = b_beta[:, None] * (b_v - b_k_decay[:, None] * state_dot(b_k, b_s1, b_s2, b_s3, b_s, KEY_STATE))
-        b_r = finite_or_zero(b_r)
-        b_o = b_q_decay[:, None] * state_dot(b_q, b_s1, b_s2, b_s3, b_s, QUERY_STATE)
-        b_o += dot(b_rows, b_r, READOUT)
-        b_u = b_r
-        if HAS_U:
-            b_u = dot(dense_block(p_z, b_level, m_ancestor, o_head, D), b_r, SOLVE)
-        if MANY_BLOCKS:
-            tl.store(p_r + o_head[:, None] * DV + o_v[None, :], b_r, mask=m_i[:, None])
-            for i_s in range(i_b):
-                # every column is a node: an earlier block is full
-                o_j = (node_start + i_s * BT + o_t).to(tl.int64)
-                b_r = tl.load(p_r + (o_j * HV + i_hv)[:, None] * DV + o_v[None, :])
-                b_level = tl.load(p_depth + o_j)
-                m_ancestor = ancestor_mask(p_ancestors, o_node, m_i, i_s, W, BT)
-                b_o += dot(dense_block(p_y, b_level, m_ancestor, o_head, D), b_r, READOUT)
-                if HAS_U:
-                    b_u += dot(dense_block(p_z, b_level, m_ancestor, o_head, D), b_r, SOLVE)
-            # later blocks read this R, written by other threads of this program
-            tl.debug_barrier()
-        p_out = p_o + (row_start + o_i).to(tl.int64)[:, None] * stride_o_row + i_hv * DV + o_v[None, :]
-        tl.store(p_out, round_to(b_o, p_o.dtype.element_ty), mask=m_i[:, None])
-        if HAS_U:
-            tl.store(p_u + o_head[:, None] * DV + o_v[None, :], b_u, mask=m_i[:, None])
-
-
-def _tiles(max_nodes: int, head_v_dim: int, num_heads: int) -> tuple[int, int, int]:
-    """(BT, BV, warps); num_heads: heads of all requests. The interpreter pays per program, so there one tile."""
-    if INTERPRET:
-        return min(NODE_BLOCK, max(16, triton.next_power_of_2(max_nodes))), head_v_dim, 4
-    # blocks of 32 spill registers, those of 64 keep their operands in shared memory
-    block = 16 if max_nodes <= 16 else NODE_BLOCK
-    # 32 values a program fill the card at batch size 1; wider tiles make the factors less often
-    return block, min(head_v_dim, 32 if num_heads * head_v_dim <= 64 * 128 else 64), 4
-
-
-def _for_tile(name: str, block: int, tile: int) -> str:
-    """The precision itself, or one that compiles correctly: on Hopper, Triton 3.6 gets products of bfloat16 wrong whose right operand has
-    64 rows and fewer than 64 columns; in tf32 they are right."""
-    return {"bf16x3": "tf32x3", "bf16": "tf32"}.get(name, name) if block >= 64 and tile < 64 else name
+# lets three programs of the block kernel run on a multiprocessor (41.3 us instead of 43.3 at 64 nodes, batch 16)
+MAX_REGISTERS = 168
 
 
 def _check(inputs, z, y, state, state_slot, forest, out_o, out_u, scratch_r) -> None:
@@ -190,6 +52,7 @@ def tree_solve(
     out_u: torch.Tensor | None = None,
     scratch_r: torch.Tensor | None = None,
     precision: str = DEFAULT,
+    overlap: bool = False,
 ) -> None:
     """Equations R, U, O of the closed form over a forest, one layer.
 
@@ -204,6 +67,8 @@ def tree_solve(
             in both.
         scratch_r: [capacity, HV, DV] fp32, overwritten; needed if `forest.max_nodes` is above NODE_BLOCK.
         precision: a name of `precision.MODES`.
+        overlap: the launch before this one on the stream is this round's `tree_factors`, itself launched with overlap; start while it
+            runs.
 
     A node whose path holds something not finite (see `tree_inputs`) gets NaN; no other node's bits depend on it. A finite input whose
     products overflow fp32 counts as 0 for its descendants. Raises ValueError on wrong shapes, dtypes or precision.
@@ -212,9 +77,8 @@ def tree_solve(
     _check(inputs, z, y, state, state_slot, forest, out_o, out_u, scratch_r)
     if forest.max_requests == 0:
         return
-    _, heads, dim_v = inputs.v.shape
-    block, tile, warps = _tiles(forest.max_nodes, dim_v, heads * forest.max_requests)
-    tree_solve_kernel[(dim_v // tile, heads, forest.max_requests)](
+    overlap = overlap and overlaps(state.device)
+    arguments = (
         inputs.q,
         inputs.k,
         inputs.v,
@@ -232,24 +96,74 @@ def tree_solve(
         forest.ancestors,
         out_o,
         y if out_u is None else out_u,
-        y if scratch_r is None else scratch_r,
-        *state.stride(),
-        out_o.stride(0),
-        HK=inputs.k.shape[1],
-        HV=heads,
-        DK=inputs.k.shape[2],
-        DV=dim_v,
-        D=y.shape[2],
-        W=forest.ancestors.shape[1],
-        BT=block,
-        BV=tile,
-        MANY_BLOCKS=forest.max_nodes > block,
-        HAS_U=out_u is not None,
-        KEY_STATE=dots.key_state,
-        QUERY_STATE=dots.query_state,
-        SOLVE=_for_tile(dots.solve, block, tile),
-        READOUT=_for_tile(dots.readout, block, tile),
-        INTERPRET=INTERPRET,
-        num_warps=warps,
-        num_stages=1,
     )
+    heads, dim_v = inputs.v.shape[1:]
+    common = {
+        "HK": inputs.k.shape[1],
+        "HV": heads,
+        "DK": inputs.k.shape[2],
+        "DV": dim_v,
+        "D": y.shape[2],
+        "W": forest.ancestors.shape[1],
+        "HAS_U": out_u is not None,
+        "STATE": dots.state,
+        "OVERLAP": overlap,
+        "INTERPRET": INTERPRET,
+        "num_warps": 4,
+        **launch_options(overlap),
+    }
+    strides = (*state.stride(), out_o.stride(0))
+    if forest.max_nodes <= SMALL_NODES:
+        tile = min(dim_v, dim_v if INTERPRET else 64)
+        tiles, stages = _tiles_of_a_program(forest.max_nodes, forest.max_requests * heads, heads // inputs.k.shape[1] * (dim_v // tile))
+        small_solve_kernel[(heads * (dim_v // tile) // tiles, forest.max_requests)](
+            *arguments,
+            *strides,
+            BT=max(16, triton.next_power_of_2(forest.max_nodes)),
+            BV=tile,
+            TILES=tiles,
+            STAGES=stages,
+            FACTORS=dots.factors,
+            num_stages=stages,
+            **common,
+        )
+        return
+    tile = _value_tile(dim_v, heads * forest.max_requests)
+    cap = {"maxnreg": MAX_REGISTERS} if tile == 64 and out_u is None and not INTERPRET else {}
+    block_solve_kernel[(dim_v // tile, heads, forest.max_requests)](
+        *arguments,
+        y if scratch_r is None else scratch_r,
+        *strides,
+        BT=NODE_BLOCK,
+        BV=tile,
+        MANY_BLOCKS=forest.max_nodes > NODE_BLOCK,
+        FACTORS=_for_tile(dots.factors, tile),
+        num_stages=1,
+        **cap,
+        **common,
+    )
+
+
+def _tiles_of_a_program(max_nodes: int, num_heads: int, per_key_head: int) -> tuple[int, int]:
+    """Tiles that one program of the small kernel takes, and its pipeline stages; num_heads: of all requests.
+
+    On an H200, 16 nodes and batch 16: four tiles a program 17.9 us, one 19.4; at batch 1 10.7 and 4.4. With 32 nodes reading ahead spills.
+    """
+    if INTERPRET:
+        return per_key_head, 1
+    if max_nodes > 16 or num_heads < 256:
+        return 1, 1
+    return max(tiles for tiles in (1, 2, 3, 4) if per_key_head % tiles == 0), 3
+
+
+def _value_tile(head_v_dim: int, num_heads: int) -> int:
+    """Values of one program of the block kernel: 32 fill the card at batch size 1, 64 read keys and factors less often."""
+    if INTERPRET:
+        return head_v_dim
+    return min(head_v_dim, 32 if num_heads * head_v_dim <= 64 * 128 else 64)
+
+
+def _for_tile(name: str, tile: int) -> str:
+    """The precision itself, or one that compiles correctly: on Hopper, Triton 3.6 gets products of bfloat16 wrong whose right operand has
+    64 rows and fewer than 64 columns; in tf32 they are right."""
+    return {"bf16x3": "tf32x3", "bf16": "tf32"}.get(name, name) if tile < 64 else name

@@ -87,3 +87,33 @@ def test_outputs_without_u(device):
     forest, inputs, state = problem(3, [random_parents(25, 6, torch.Generator().manual_seed(3))], device)
     with_u = run_core(inputs, DIMS, forest, state, precision="tf32x3")[0]
     assert torch.equal(with_u, run_core(inputs, DIMS, forest, state, with_u=False, precision="tf32x3")[0])
+
+
+@pytest.mark.parametrize("sizes", [(16, 0, 7), (30, 1), (64, 3, 50), (100, 20)])
+def test_overlapped_launches_change_no_bit(sizes, device):
+    """Two rounds of other contents in turn through the same buffers: a kernel that started too early would read the other round's."""
+    seed = 40 + len(sizes)
+    generator = torch.Generator().manual_seed(seed)
+    trees = [random_parents(n, 7, generator) if n else [] for n in sizes]
+    forest = make_forest(trees, device, token_gap=1)
+    dims, rows = DIMS, num_rows_of(trees, 1)
+    rounds = [make_inputs(dims, rows, len(trees), seed + i, device) for i in range(2)]
+    states = [torch.randn(len(trees) + 3, dims.HV, dims.DK, dims.DV, generator=generator).to(device) for _ in range(2)]
+    nodes = NodeInputs.allocate(forest.capacity, dims.HK, dims.DK, dims.HV, dims.DV, torch.bfloat16, device)
+    z, y = torch.zeros(2, forest.capacity, dims.HV, forest.path.shape[1], device=device)
+    u, r = torch.zeros(2, forest.capacity, dims.HV, dims.DV, device=device)
+    out = torch.zeros(rows, dims.HV, dims.DV, device=device)
+
+    def run(i: int, overlap: bool, with_u: bool) -> list[torch.Tensor]:
+        x, factor, correction = rounds[i], z if with_u else None, u if with_u else None
+        layer = (x.weight, x.bias, x.A_log, x.dt_bias)
+        tree_inputs(x.x, x.a, x.b, *layer, x.state, x.slot, forest, nodes)
+        tree_factors(nodes, forest, factor, y, overlap=overlap)
+        tree_solve(nodes, factor, y, states[i], x.slot, forest, out, correction, r, overlap=overlap)
+        return [out.clone(), u.clone()] if with_u else [out.clone()]
+
+    for with_u in (False, True):
+        want = [run(i, False, with_u) for i in range(2)]
+        for turn in range(20 if device.type == "cuda" else 2):
+            found = run(turn % 2, True, with_u)
+            assert all(torch.equal(a, b) for a, b in zip(found, want[turn % 2], strict=True)), f"seed {seed}, turn {turn}"

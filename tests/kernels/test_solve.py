@@ -13,7 +13,7 @@ from bole_vllm.kernels.conv import NodeInputs
 from bole_vllm.kernels.factors import tree_factors
 from bole_vllm.kernels.factors.naive import tree_factors as naive_factors
 from bole_vllm.kernels.precision import MODES
-from bole_vllm.kernels.solve import NODE_BLOCK, tree_solve
+from bole_vllm.kernels.solve import NODE_BLOCK, parallel_solve, tree_solve
 from bole_vllm.kernels.solve.naive import tree_recurrence
 from bole_vllm.kernels.solve.naive import tree_solve as naive_solve
 
@@ -423,3 +423,15 @@ def test_refuses_wrong_arguments(device):
     problem.v = problem.v.transpose(0, 1).contiguous().transpose(0, 1)
     with pytest.raises(ValueError, match="contiguous"):
         problem.solve()
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 4])
+def test_tiles_per_program_change_no_bit(tiles, device, monkeypatch):
+    """A program of the small kernel may take several tiles, reading ahead; what it computes of each is the same."""
+    seed = 77
+    problem = make_problem(seed, random_trees(seed, (16, 0, 1, 9), 6), device, group=4)
+    want, want_u, forest = problem.solve()
+    monkeypatch.setattr(parallel_solve, "_tiles_of_a_program", lambda *_: (tiles, min(tiles, 3)))
+    out, u, _ = problem.solve()
+    assert torch.equal(problem.per_node(out, forest), problem.per_node(want, forest)), f"seed {seed}"
+    assert torch.equal(u, want_u), f"seed {seed}"
