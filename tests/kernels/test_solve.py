@@ -434,4 +434,5 @@ def test_tiles_per_program_change_no_bit(tiles, device, monkeypatch):
     monkeypatch.setattr(parallel_solve, "_tiles_of_a_program", lambda *_: (tiles, min(tiles, 3)))
     out, u, _ = problem.solve()
     assert torch.equal(problem.per_node(out, forest), problem.per_node(want, forest)), f"seed {seed}"
-    assert torch.equal(u, want_u), f"seed {seed}"
+    nodes = sum(len(tree) for tree in problem.trees)
+    assert torch.equal(u[:nodes], want_u[:nodes]), f"seed {seed}"
