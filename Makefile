@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PINS := bole_vllm/_pins.py
 RUN := TRITON_INTERPRET=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 OPENBLAS_NUM_THREADS=1
 
-.PHONY: setup demo test style bench clean
+.PHONY: setup demo test style bench sanitize clean
 
 setup: $(VENV)/.ready
 
@@ -28,6 +28,9 @@ style: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks kernels
+
+sanitize: setup
+	$(BIN)/python tests/sanitize.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info demo-out

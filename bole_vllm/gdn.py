@@ -164,7 +164,8 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         forest, slot, keep = metadata.forest, metadata.state_slot, self.factors
         conv_state, ssm_state = self.state_views()
         tree_inputs(
-            mixed_qkv, a, b, self.conv_weight(), self.conv1d.bias, self.A_log, self.dt_bias, conv_state, slot, forest, keep.inputs, keep.x
+            mixed_qkv, a, b, self.conv_weight(), self.conv1d.bias, self.A_log, self.dt_bias, conv_state, slot, forest, keep.inputs, keep.x,
+            overlap=True,
         )  # fmt: skip
         tree_factors(keep.inputs, forest, keep.z, keep.y, overlap=True)
         tree_solve(keep.inputs, keep.z, keep.y, ssm_state, slot, forest, core_attn_out, keep.u, keep.r, keep.precision, overlap=True)

@@ -133,7 +133,7 @@ class Round:
         count = max(1, min(len(self.sets), ROTATED_SNAPSHOTS // (4 * size[0] * size[1] * size[2] * size[3])))
         return [torch.empty(size, device=self.device) for _ in range(count)]
 
-    def tree_inputs(self, i: int) -> None:
+    def tree_inputs(self, i: int, overlap: bool = False) -> None:
         s = self.sets[i]
         tree_inputs(
             x=s.x,
@@ -148,6 +148,7 @@ class Round:
             forest=self.forest,
             out=s.inputs,
             out_x=s.kept_x,
+            overlap=overlap,
         )
 
     def tree_factors(self, i: int, commit: str, overlap: bool = False) -> None:
@@ -166,8 +167,8 @@ class Round:
         self.tree_solve(i, commit, precision, out_o)
 
     def tree_core(self, i: int, commit: str) -> None:
-        """Each of the three kernels starts while the one before it runs."""
-        self.tree_inputs(i)
+        """Each kernel starts while the one before it runs; the first beside the last launch, in a model a projection."""
+        self.tree_inputs(i, overlap=True)
         self.tree_factors(i, commit, overlap=True)
         self.tree_solve(i, commit, overlap=True)
 
@@ -177,7 +178,7 @@ class Round:
         serial_tree(s.inputs, s.state, self.slots, self.forest, snapshots, s.o, value_tile=value_tile, num_warps=num_warps)
 
     def serial_core(self, i: int, value_tile: int | None = None, num_warps: int | None = None) -> None:
-        self.tree_inputs(i)
+        self.tree_inputs(i, overlap=True)
         self.serial_tree(i, value_tile, num_warps)
 
     @functools.cached_property

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..overlap import let_next_start, overlaps
+from ..overlap import launch_options, let_next_start, overlaps, wait_for_previous
 from ..precision import is_finite
 from ..topology import Forest
 from ..topology.locate import node_bound
@@ -150,6 +150,7 @@ def tree_inputs_kernel(
     KEEP_X: tl.constexpr,
     ROUND: tl.constexpr,
     DENSE: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
     OVERLAP: tl.constexpr,
     BN: tl.constexpr,
     BH: tl.constexpr,
@@ -157,7 +158,7 @@ def tree_inputs_kernel(
 ):
     tl.static_assert(WIDTH == 4)
     C: tl.constexpr = 2 * HK * DK + HV * DV
-    if OVERLAP:
+    if OVERLAPPED:
         let_next_start()
     i_n = tl.program_id(0)
     num_nodes = tl.load(node_offset + R)
@@ -170,6 +171,8 @@ def tree_inputs_kernel(
     b_source2 = tl.load(conv_source + b_n * WIDTH + 2)
     b_row = tl.load(conv_source + b_n * WIDTH + 3).to(tl.int64)
     b_path = tl.load(path + b_n[:, None] * LEVELS + tl.arange(0, LEVELS)[None, :])
+    if OVERLAP:
+        wait_for_previous()
     if i_n * BN >= num_nodes:
         return
     m_n = o_n < num_nodes
@@ -256,6 +259,7 @@ def tree_inputs(
     out: NodeInputs,
     out_x: torch.Tensor | None = None,
     round_products: bool | None = None,
+    overlap: bool = False,
 ) -> None:
     """Query, key, value and gates of every node, written in place into `out`.
 
@@ -280,6 +284,7 @@ def tree_inputs(
         out: buffers for at least `forest.capacity` nodes, q, k, v in x.dtype.
         out_x: [capacity, C] in x.dtype, the conv inputs by node, kept for the commit; or None.
         round_products: round each product to x.dtype before it is added; None: as native decode on this device does.
+        overlap: the launch before this one on the stream does not write the forest; read that while it runs.
 
     Raises:
         ValueError: a shape, dtype or stride is wrong.
@@ -290,6 +295,7 @@ def tree_inputs(
     if forest.max_requests == 0:
         return
     BN, BH = _tile(x, 2 * HK + HV)
+    overlap = overlap and overlaps(x.device)
     grid = (triton.cdiv(node_bound(forest), BN), triton.cdiv(2 * HK + HV, BH))
     tree_inputs_kernel[grid](
         x,
@@ -334,10 +340,12 @@ def tree_inputs(
         KEEP_X=out_x is not None,
         ROUND=native_rounds_products(x, weight) if round_products is None else round_products,
         DENSE=conv_state.stride(1) == 1,
-        OVERLAP=overlaps(x.device),
+        OVERLAPPED=overlaps(x.device),
+        OVERLAP=overlap,
         BN=BN,
         BH=BH,
         BD=triton.next_power_of_2(max(DK, DV)),
+        **launch_options(overlap),
     )
 
 
