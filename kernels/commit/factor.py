@@ -1,4 +1,5 @@
-"""The commit from factors, all layers in one launch: S_new = exp(P_a) S_pre + sum_j exp(P_a - P_j) k_j u_j^T over the accepted path.
+"""The commit from factors, all layers in one launch: along the accepted path S <- exp(P_i - P_parent) S + k_i u_i^T, which is
+S_new = exp(P_a) S_pre + sum_j exp(P_a - P_j) k_j u_j^T.
 
 The states stream through registers: the few rank-one updates of a path cost less than a tile's detour to the layout of tensor cores.
 """
@@ -13,12 +14,11 @@ from ..conv import pointwise
 from ..overlap import let_next_start, overlaps
 from ..precision import INTERPRET, device_function, exp_non_positive, to_fp32
 from ..topology import Forest
-from .conv import commit_conv
+from .conv import commit_conv, path_lengths
 from .layers import TL_DTYPE, LayerTable, load_pointer
 
-# values and warps of one program, and registers of a thread: 25 programs at once on a multiprocessor
+# values and warps of one program
 TILE = (8, 1)
-MAX_REGISTERS = 80
 
 round_to = device_function(pointwise.round_to)
 
@@ -69,12 +69,14 @@ def commit_factor_kernel(
         let_next_start()
     i_vh, i_r, i_l = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_v, i_hv = i_vh % (DV // BV), i_vh // (DV // BV)
-    path_len = tl.load(p_path_len + i_r)
+    len0, len1, num_tokens = path_lengths(p_path_len, p_dst_len, i_r)
+    if num_tokens <= 0:
+        return
     node_start = tl.load(p_node_offset + i_r)
     i_slot = tl.load(p_layer_group + i_l) * tl.num_programs(1) + i_r
     src = tl.load(p_src_slot + i_slot).to(tl.int64)
-    # the source is written last: the other destination starts from it, too
-    swap = (tl.load(p_dst_slot + i_slot * 2) == src).to(tl.int32)
+    dst0 = tl.load(p_dst_slot + i_slot * 2).to(tl.int64)
+    dst1 = tl.load(p_dst_slot + i_slot * 2 + 1).to(tl.int64)
     layer = i_l.to(tl.int64)
     p_p += layer * stride_p_layer
     p_k += layer * stride_k_layer
@@ -87,27 +89,25 @@ def commit_factor_kernel(
     # [BV, DK]
     p_state = load_pointer(p_ssm_table, i_l, DTYPE, ALIGN) + i_hv.to(tl.int64) * stride_head
     o_state = o_v[:, None] * stride_v + o_d[None, :] * stride_k
+    b_s = to_fp32(tl.load(p_state + src * stride_slot + o_state), INTERPRET)
 
-    for i in tl.static_range(2):
-        i_dst = i ^ swap
-        dst = tl.load(p_dst_slot + i_slot * 2 + i_dst).to(tl.int64)
-        num_tokens = tl.minimum(tl.load(p_dst_len + i_r * 2 + i_dst), path_len)
+    last = num_tokens - 1
+    row = (node_start + tl.load(p_path)).to(tl.int64)
+    next_row = (node_start + tl.load(p_path + tl.minimum(1, last))).to(tl.int64)
+    b_p, b_k, b_u = load_correction(p_p, p_k, p_k_scale, p_u, row, i_hv, i_hk, o_d, o_v, HK, HV, DK, DV, INTERPRET)
+    b_decay = b_p
+    for i_t in range(num_tokens):
+        b_s = b_s * exp_non_positive(b_decay) + b_u[:, None] * b_k[None, :]
+        # read ahead; behind the last token the last one again
+        b_last = b_p
+        b_p, b_k, b_u = load_correction(p_p, p_k, p_k_scale, p_u, next_row, i_hv, i_hk, o_d, o_v, HK, HV, DK, DV, INTERPRET)
+        b_decay = b_p - b_last
+        next_row = (node_start + tl.load(p_path + tl.minimum(i_t + 2, last))).to(tl.int64)
         # slot 0 is the null block
-        if (num_tokens > 0) & (dst > 0):
-            last = num_tokens - 1
-            b_s = to_fp32(tl.load(p_state + src * stride_slot + o_state), INTERPRET)
-            last_row = (node_start + tl.load(p_path + last)).to(tl.int64)
-            row = (node_start + tl.load(p_path)).to(tl.int64)
-            next_row = (node_start + tl.load(p_path + tl.minimum(1, last))).to(tl.int64)
-            b_end = tl.load(p_p + last_row * HV + i_hv)
-            b_p, b_k, b_u = load_correction(p_p, p_k, p_k_scale, p_u, row, i_hv, i_hk, o_d, o_v, HK, HV, DK, DV, INTERPRET)
-            b_s *= exp_non_positive(b_end)
-            for i_t in range(num_tokens):
-                b_s += (exp_non_positive(b_end - b_p) * b_u)[:, None] * b_k[None, :]
-                # read ahead; behind the last token the last one again
-                b_p, b_k, b_u = load_correction(p_p, p_k, p_k_scale, p_u, next_row, i_hv, i_hk, o_d, o_v, HK, HV, DK, DV, INTERPRET)
-                next_row = (node_start + tl.load(p_path + tl.minimum(i_t + 2, last))).to(tl.int64)
-            tl.store(p_state + dst * stride_slot + o_state, round_to(b_s, DTYPE))
+        if (i_t + 1 == len0) & (dst0 > 0):
+            tl.store(p_state + dst0 * stride_slot + o_state, round_to(b_s, DTYPE))
+        if (i_t + 1 == len1) & (dst1 > 0):
+            tl.store(p_state + dst1 * stride_slot + o_state, round_to(b_s, DTYPE))
 
 
 def check_commit(layers: LayerTable, x, path, path_len, src_slot, dst_slot, dst_len, **per_node) -> None:
@@ -199,6 +199,5 @@ def commit_factor(
         INTERPRET=INTERPRET,
         OVERLAP=overlaps(x.device),
         num_warps=warps,
-        **({} if INTERPRET else {"maxnreg": MAX_REGISTERS}),
     )
     commit_conv(layers, x, forest.node_offset, path, path_len, src_slot, dst_slot, dst_len)

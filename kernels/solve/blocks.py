@@ -12,7 +12,7 @@ import triton.language as tl
 from ..conv import pointwise
 from ..overlap import wait_for_previous
 from ..precision import device_function, dot, finite_or_zero, state_dot, to_fp32
-from .dense import ancestor_mask, dense_block
+from .dense import ancestor_mask, dense_block, keys_and_queries
 
 round_to = device_function(pointwise.round_to)
 
@@ -101,26 +101,23 @@ def block_solve_kernel(
         m_i = o_i < num_nodes
         o_head = o_i * HV + i_hv
         o_key = o_i * HK + i_hk
-        o_kq = o_key[:, None] * DK + o_d[None, :]
-        b_k0 = tl.load(p_k + o_kq, mask=m_i[:, None], other=0.0)
-        b_k1 = tl.load(p_k + HALF + o_kq, mask=m_i[:, None], other=0.0)
-        b_q0 = tl.load(p_q + o_kq, mask=m_i[:, None], other=0.0)
-        b_q1 = tl.load(p_q + HALF + o_kq, mask=m_i[:, None], other=0.0)
+        p_kq, m_kq = keys_and_queries(p_k, p_q, i_b * BT, num_nodes, i_hk, o_d, HK, DK, BT)
+        b_kq0 = tl.load(p_kq, mask=m_kq, other=0.0)
+        b_kq1 = tl.load(p_kq + HALF, mask=m_kq, other=0.0)
         o_tv = o_head[:, None] * DV + o_v[None, :]
-        b_v = to_fp32(tl.load(p_v + o_tv, mask=m_i[:, None], other=0.0), INTERPRET)
+        b_v = tl.load(p_v + o_tv, mask=m_i[:, None], other=0.0)
         b_beta = tl.load(p_beta + o_head, mask=m_i, other=0.0)
         b_decay = tl.exp(tl.load(p_p + o_head, mask=m_i, other=0.0))
         b_k_decay = b_decay * tl.load(p_k_scale + o_key, mask=m_i, other=0.0)
         b_q_decay = b_decay * tl.load(p_q_scale + o_key, mask=m_i, other=0.0)
         b_level = tl.load(p_depth + o_i, mask=m_i, other=0)
         m_ancestor = ancestor_mask(p_ancestors, o_i, m_i, i_b, W, BT)
-        # [BT, BV]
-        b_ks = state_dot(tl.trans(b_s0), b_k0, tl.full([BT, BV], 0.0, tl.float32), False, STATE)
-        b_qs = state_dot(tl.trans(b_s0), b_q0, tl.full([BT, BV], 0.0, tl.float32), False, STATE)
-        b_ks = state_dot(tl.trans(b_s1), b_k1, b_ks, False, STATE)
-        b_qs = state_dot(tl.trans(b_s1), b_q1, b_qs, False, STATE)
+        # [2 BT, BV], then K S and Q S [BT, BV]
+        b_kqs = state_dot(tl.trans(b_s0), b_kq0, tl.full([2 * BT, BV], 0.0, tl.float32), False, STATE)
+        b_kqs = state_dot(tl.trans(b_s1), b_kq1, b_kqs, False, STATE)
+        b_ks, b_qs = tl.split(tl.permute(tl.reshape(b_kqs, (2, BT, BV)), (1, 2, 0)))
         # what is not finite becomes 0 (0 * NaN would reach every row): the node's and its descendants' rows of Z and Y are NaN
-        b_r = finite_or_zero(b_beta[:, None] * (b_v - b_k_decay[:, None] * b_ks))
+        b_r = finite_or_zero(b_beta[:, None] * (to_fp32(b_v, INTERPRET) - b_k_decay[:, None] * b_ks))
         b_o = b_q_decay[:, None] * b_qs
         if OVERLAP:
             # up to here only the inputs were needed

@@ -1,10 +1,19 @@
-"""Dense blocks of Z and Y from their rows over ancestors."""
+"""What both solves read in the same way: keys with queries, and dense blocks of Z and Y from their rows over ancestors."""
 
 from __future__ import annotations
 
 import triton.language as tl
 
 from ..precision import device_function
+
+
+@device_function
+def keys_and_queries(p_k, p_q, first, num_nodes, i_hk, o_d, HK: tl.constexpr, DK: tl.constexpr, BT: tl.constexpr):
+    """Pointers [2 BT, len(o_d)] and mask [2 BT, 1] of the keys, then the queries, of BT nodes: both meet the state in one product."""
+    o_row = tl.arange(0, 2 * BT)
+    o_i = first + o_row % BT
+    p_rows = tl.where(o_row < BT, p_k, p_q) + (o_i * HK + i_hk) * DK
+    return p_rows[:, None] + o_d[None, :], (o_i < num_nodes)[:, None]
 
 
 @device_function

@@ -65,7 +65,7 @@ def step(state: torch.Tensor, n: NodeInputs, node: int) -> torch.Tensor:
 
 
 def test_drift_over_a_long_output(device):
-    """`replay` stays as near as decoding in fp32 does; `factor` stays within 1e-6, its error does not grow with length."""
+    """Both stay as near to the float64 recurrence as decoding in fp32 does, and their error does not grow with length."""
     seed = 200
     gen = torch.Generator().manual_seed(seed)
     trees = [random_parents(T, 5, gen) for _ in range(8)]
@@ -84,7 +84,7 @@ def test_drift_over_a_long_output(device):
     for layer in layers:
         error, decoding = layer.errors()
         assert torch.isfinite(layer.state).all()
-        if layer.commit == "replay":
-            assert error <= 2 * decoding, f"seed {seed}: {error} against {decoding} in fp32"
-        assert error < 1e-6, f"seed {seed}: {layer.commit} {error}"
+        assert error <= 2 * decoding, f"seed {seed}: {layer.commit} {error} against {decoding} in fp32"
+        assert error < 2e-6, f"seed {seed}: {layer.commit} {error}"
+        print(f"{layer.commit}: {error:.2e} after {tokens} tokens, decoding in fp32 {decoding:.2e}")
         assert error < 4 * half[layer.commit] + 1e-7, f"seed {seed}: {layer.commit} grew from {half[layer.commit]} to {error}"
