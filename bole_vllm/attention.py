@@ -25,11 +25,11 @@ class TreeRows:
     verify: bool = False  # the target's rows (not the drafter's): row i of request r is the i-th row that the batch holds for r
 
     @classmethod
-    def of_forest(cls, forest: Forest, num_computed: torch.Tensor, covers_batch: bool) -> TreeRows:
-        """The verify rows of a batch. num_computed [R]: tokens before each tree's root."""
+    def of_forest(cls, forest: Forest, num_rows: torch.Tensor, num_computed: torch.Tensor, covers_batch: bool) -> TreeRows:
+        """The verify rows of a batch. num_rows [R]: nodes of each tree; num_computed [R]: tokens before its root."""
         return cls(
             token_start=forest.token_start,
-            num_rows=forest.node_offset.diff(),
+            num_rows=num_rows,
             prefix_len=num_computed,
             row_mask=forest.ancestors,
             mask_start=forest.node_offset[:-1],

@@ -40,6 +40,9 @@ class TreeModelState(MambaHybridModelState):
         self.full_forest = Forest.allocate(self.max_num_reqs, size, depth, device)
         # [max_num_tokens] RoPE positions of the step, at a fixed address
         self.positions = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
+        # [max_num_reqs] nodes of each request's tree in this step, and tokens before its root
+        self.num_rows = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        self.num_computed = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         # [max_num_reqs, depth + 1] accepted nodes of each request of the batch, root first; [max_num_reqs] how many
         self.path = torch.zeros(self.max_num_reqs, depth + 1, dtype=torch.int32, device=device)
         self.path_len = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
@@ -100,13 +103,15 @@ class TreeModelState(MambaHybridModelState):
         metadata = super().prepare_attn(
             input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, kv_cache_config, for_capture=for_capture, **kwargs
         )
-        rows = TreeRows.of_forest(step.forest, step.num_computed, covers_batch=bool(step.is_tree_np.all()))
+        # rows of a graph that stand for no request are in nobody's way
+        covers_batch = bool(step.is_tree_np[: input_batch.num_reqs].all())
+        rows = TreeRows.of_forest(step.forest, self.num_rows[:num_reqs], step.num_computed, covers_batch)
         marked: dict[int, Any] = {}
         for name, layer_metadata in metadata.items():
             if id(layer_metadata) not in marked:
                 marked[id(layer_metadata)] = self._mark(layer_metadata, step, rows)
             metadata[name] = marked[id(layer_metadata)]
-        step.src_slot = self._source_slots(metadata)
+        step.src_slot = self._source_slots(metadata, input_batch.num_reqs)
         if not for_capture:
             self._clear_new_states(input_batch, step)
         return metadata
@@ -124,9 +129,10 @@ class TreeModelState(MambaHybridModelState):
             check_integrity(forest, num_reqs)
         self.path[:num_reqs].zero_()
         # A step without drafts never reaches the tree sampler: its trees are roots, and roots are always committed.
-        torch.clamp(forest.node_offset.diff(), max=1, out=self.path_len[:num_reqs])
+        torch.sub(forest.node_offset[1:], forest.node_offset[:-1], out=self.num_rows[:num_reqs])
+        torch.clamp(self.num_rows[:num_reqs], max=1, out=self.path_len[:num_reqs])
         # The device's own lengths: under async scheduling the host's are upper bounds.
-        num_computed = input_batch.seq_lens[:num_reqs] - query_start.diff()
+        num_computed = torch.sub(input_batch.seq_lens[:num_reqs], query_start.diff(), out=self.num_computed[:num_reqs])
         self._step = _Step(input_batch, forest, is_tree_np, num_computed, block_tables, slot_mappings)
         return self._step
 
@@ -153,9 +159,9 @@ class TreeModelState(MambaHybridModelState):
                 for state in layer.state_views():
                     state[slots] = 0
 
-    def _source_slots(self, metadata: dict[str, Any]) -> torch.Tensor | None:
+    def _source_slots(self, metadata: dict[str, Any], num_reqs: int) -> torch.Tensor | None:
         """[groups, R] the slot that each GDN group's verification reads; None in a run without these layers."""
-        slots = {row: metadata[name].state_slot for name, row in self._slot_row.items() if name in metadata}
+        slots = {row: metadata[name].state_slot[:num_reqs] for name, row in self._slot_row.items() if name in metadata}
         return torch.stack([slots[row] for row in sorted(slots)]) if slots else None
 
     def prepare_inputs(self, input_batch, req_states) -> dict[str, Any]:
@@ -189,7 +195,7 @@ class TreeModelState(MambaHybridModelState):
         path, path_len = self.path[:num_reqs], self.path_len[:num_reqs]
         if step.src_slot is not None:
             tables = [step.block_tables[g][:num_reqs] for g in self._gdn_groups]
-            targets = commit_targets(tables, step.src_slot[:, :num_reqs], step.num_computed[:num_reqs], path_len, self._block_size)
+            targets = commit_targets(tables, step.src_slot, step.num_computed[:num_reqs], path_len, self._block_size)
             self.factors.commit(forest, path, path_len, targets.src_slot, targets.dst_slot, targets.dst_len)
             if self._align_mode:
                 slots = idx_mapping.clamp(min=0)

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from bole_vllm.attention import TreeRows
 from bole_vllm.config import BoleConfig
 from bole_vllm.draft_head import DraftHead, build_draft_head
-from bole_vllm.kernels.draft import Candidates, Tree, TreeShape, extend, select, start
+from bole_vllm.kernels.draft import Candidates, Tree, TreeShape, extend, select, start_from, top_children
 
 PAD_SLOT = -1
 
@@ -26,6 +26,9 @@ class TreeSpeculator(MTPSpeculator):
     request first) and ends at the row of the pending token, whose output gives the root's children. Then one forward
     per depth runs `beam` frontier rows per request; row e of the tree's expanded rows keeps its KV at scratch position
     L + e, where L is the number of processed tokens, and attends to the prefix and its own ancestors.
+
+    Both halves can be captured: what they read and leave behind lies at fixed addresses, and vLLM captures the draft prefill
+    as for a chain and `_generate_draft`, here all depths and the selection, in place of one chain step.
     """
 
     def __init__(self, vllm_config, device) -> None:
@@ -35,8 +38,16 @@ class TreeSpeculator(MTPSpeculator):
         self.model_state = None
         # the LM head over a part of the vocabulary; None: the whole one
         self.draft_head: DraftHead | None = None
-        # set by sample_draft during the draft prefill: [R, vocab] logits after the pending token
-        self._root_logits: torch.Tensor | None = None
+        self.full_shape = TreeShape.plan(self.num_speculative_steps + 1, self.bole.topk, self.bole.max_depth)
+        rows = self.max_num_reqs
+        # the root's children, left by the draft prefill: token ids and log-probabilities, best first
+        self.root_token = torch.zeros(rows, self.bole.topk, dtype=torch.int64, device=device)
+        self.root_logprob = torch.zeros(rows, self.bole.topk, dtype=torch.float32, device=device)
+        # tokens processed once this round is committed (where the scratch KV begins), and tokens sampled in it
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.num_sampled = torch.zeros(rows, dtype=torch.int32, device=device)
+        # (requests, rows of each) -> attention metadata of the frontier rows, but for the tree
+        self._row_metadata: dict[tuple[int, int], dict[str, Any]] = {}
 
     def load_model(self, target_model) -> None:
         super().load_model(target_model)
@@ -44,8 +55,13 @@ class TreeSpeculator(MTPSpeculator):
 
     def set_attn(self, model_state, *args, **kwargs) -> None:
         super().set_attn(model_state, *args, **kwargs)
+        self._row_metadata.clear()
         if self.draft_head is not None:
             model_state.count_prompt = self.draft_head.count_prompt
+
+    def _configure_decode_metadata_update(self) -> None:
+        # of vLLM's two ways to capture drafting, the one that calls `_generate_draft`
+        self.supports_decode_metadata_update = False
 
     def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
         """[rows, V] logits, or [rows, N] over the part of the vocabulary that drafts may name."""
@@ -53,10 +69,18 @@ class TreeSpeculator(MTPSpeculator):
             return super().compute_draft_logits(hidden_states, spec_step_idx)
         return self.draft_head.logits(hidden_states)
 
+    @property
+    def _draft_ids(self) -> torch.Tensor | None:
+        """Column of the draft logits -> token id; None: they are the same."""
+        return None if self.draft_head is None else self.draft_head.token_ids
+
     def sample_draft(self, hidden_states, *args, **kwargs) -> torch.Tensor:
-        """Called by vLLM's draft prefill; keeps the whole distribution, which the tree's first level is made of."""
-        self._root_logits = self.compute_draft_logits(hidden_states, 0)
-        return self._root_logits.argmax(dim=-1)
+        """Called by vLLM's draft prefill; keeps the root's children, which the tree's first level is made of."""
+        num_reqs = hidden_states.shape[0]
+        token, logprob = top_children(self.compute_draft_logits(hidden_states, 0), self.bole.topk, self._draft_ids)
+        self.root_token[:num_reqs] = token
+        self.root_logprob[:num_reqs] = logprob
+        return token[:, 0]
 
     @torch.inference_mode()
     def propose(
@@ -73,7 +97,7 @@ class TreeSpeculator(MTPSpeculator):
         if not dummy_run:
             input_batch, last_hidden_states = self._accepted_rows_first(input_batch, last_hidden_states)
         super().propose(
-            input_batch, self._causal(attn_metadata), slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, num_rejected,
+            input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, num_rejected,
             last_sampled, next_prefill_tokens, temperature, seeds, dp_sync_state, dummy_run, skip_attn_for_dummy_run, mm_inputs,
             is_profile, num_speculative_tokens=min(wanted, 1),
         )  # fmt: skip
@@ -81,14 +105,27 @@ class TreeSpeculator(MTPSpeculator):
             if self.model_state is not None:
                 self.model_state.trees.num_nodes[self.idx_mapping[:num_reqs]] = 1
             return self.draft_tokens[:num_reqs].fill_(-1)
-        shape = TreeShape.plan(wanted + 1, self.bole.topk, self.bole.max_depth)
-        # tokens processed by the target once this round is committed
-        lengths = input_batch.seq_lens[:num_reqs] - num_rejected
-        skip_attn = dummy_run and skip_attn_for_dummy_run
-        tree = self._grow(shape, num_reqs, lengths, input_batch.seq_lens_cpu_upper_bound, skip_attn)
+        # rows of a graph that stand for no request have idx_mapping -1 and length 0
+        self.lengths[num_reqs:].zero_()
+        torch.sub(input_batch.seq_lens[:num_reqs], num_rejected, out=self.lengths[:num_reqs])
+        self.num_sampled[:num_reqs].copy_(num_sampled)
+        graph = self._graph_of(num_reqs, wanted, dummy_run or is_profile)
+        if graph is not None:
+            self.decode_cudagraph_manager.run_fullgraph(graph)
+        else:
+            shape = TreeShape.plan(wanted + 1, self.bole.topk, self.bole.max_depth)
+            self._store(self._grow(shape, num_reqs, skip_attn=dummy_run and skip_attn_for_dummy_run), num_reqs)
         if self.draft_head is not None and self.draft_head.counts is not None and not dummy_run:
             self._follow_served_tokens(num_reqs)
-        return self._store(tree, num_reqs, num_sampled)
+        return self.draft_tokens[:num_reqs]
+
+    def _graph_of(self, num_reqs: int, wanted: int, eager: bool) -> BatchExecutionDescriptor | None:
+        """The captured graph that drafts whole trees for this many requests, if there is one."""
+        manager = self.decode_cudagraph_manager
+        if eager or manager is None or wanted != self.num_speculative_steps or self.dp_size > 1:
+            return None
+        descriptor = manager.dispatch(num_reqs, num_reqs, uniform_token_count=1, num_active_loras=0)
+        return descriptor if descriptor in manager.graphs else None
 
     # -- draft prefill -------------------------------------------------------------------------------------------
 
@@ -111,6 +148,9 @@ class TreeSpeculator(MTPSpeculator):
         ids = input_batch.input_ids
         return replace(input_batch, input_ids=ids[rows[: ids.shape[0]]]), hidden_states[rows]
 
+    def _prefill(self, num_reqs, num_tokens, attn_metadata, *args, **kwargs) -> None:
+        super()._prefill(num_reqs, num_tokens, self._causal(attn_metadata), *args, **kwargs)
+
     def _causal(self, attn_metadata: dict[str, Any] | None) -> dict[str, Any] | None:
         """The target's metadata for the draft layers: the accepted rows are a chain now."""
         if attn_metadata is None:
@@ -119,15 +159,18 @@ class TreeSpeculator(MTPSpeculator):
 
     # -- tree ----------------------------------------------------------------------------------------------------
 
-    def _grow(self, shape: TreeShape, num_reqs: int, lengths, seq_lens_bound, skip_attn: bool) -> Tree:
-        """Run the depths. lengths [R]: tokens processed, where the scratch KV begins."""
-        token_ids = None if self.draft_head is None else self.draft_head.token_ids
-        candidates = start(self._root_logits, shape, token_ids)
+    def _generate_draft(self, num_reqs: int, *_args, **_kwargs) -> None:
+        """What vLLM captures per number of requests, rows without one included: every depth and the selection."""
+        self._store(self._grow(self.full_shape, num_reqs, skip_attn=False), num_reqs)
+
+    def _grow(self, shape: TreeShape, num_reqs: int, skip_attn: bool) -> Tree:
+        """Run the depths from what the draft prefill left. Device work only, but for the metadata's first use."""
+        candidates = start_from(self.root_token[:num_reqs], self.root_logprob[:num_reqs], shape)
         # The root's output feeds every first-level row: [R, hidden] -> [R, w, hidden]
         hidden = self.hidden_states[:num_reqs, None].expand(-1, shape.beam, -1)
         for depth in range(2, shape.max_depth + 1):
-            logits, outputs = self._expand(shape, candidates, hidden, depth, lengths, seq_lens_bound, skip_attn)
-            candidates, parent_row = extend(candidates, logits, depth, shape, token_ids)
+            logits, outputs = self._expand(shape, candidates, hidden, depth, skip_attn)
+            candidates, parent_row = extend(candidates, logits, depth, shape, self._draft_ids)
             hidden = outputs.gather(1, parent_row[:, :, None].expand(-1, -1, outputs.shape[-1]))
         return select(candidates, shape)
 
@@ -141,55 +184,45 @@ class TreeSpeculator(MTPSpeculator):
         self.draft_head.end_round()
 
     def _expand(
-        self, shape: TreeShape, candidates: Candidates, hidden: torch.Tensor, depth: int, lengths, seq_lens_bound, skip_attn: bool
+        self, shape: TreeShape, candidates: Candidates, hidden: torch.Tensor, depth: int, skip_attn: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One draft forward over the frontier of depth - 1: ([R, w, vocab] logits, [R, w, hidden] outputs).
 
         hidden [R, w, hidden]: the output of each frontier row's parent.
         """
-        num_reqs, beam = lengths.shape[0], shape.beam
+        num_reqs, beam = hidden.shape[0], shape.beam
         num_rows = num_reqs * beam
-        buffers = self.input_buffers
+        lengths, buffers = self.lengths[:num_reqs], self.input_buffers
         buffers.input_ids[:num_rows] = candidates.token.gather(1, candidates.frontier).flatten()
         self.hidden_states[:num_rows] = hidden.flatten(0, 1)
-        first_expanded = (depth - 2) * beam
-        # scratch positions of the rows' KV: L + e
-        cache_pos = lengths.long()[:, None] + first_expanded + torch.arange(beam, device=lengths.device)
         # RoPE: the MTP layer's row for the token at L + d sits at L + d - 1
         rope = (lengths.long() + (depth - 2)).clamp(max=self.max_model_len - 1)
         metadata = slots_by_layer = None
         if not skip_attn:
-            metadata, slots_by_layer = self._prepare_rows(shape, candidates, depth, lengths, cache_pos, seq_lens_bound)
+            metadata, slots_by_layer = self._prepare_rows(shape, candidates, depth, lengths)
         buffers.positions[:num_rows] = rope[:, None].expand(-1, beam).flatten()
         last_hidden, outputs = self._run_model(num_rows, metadata, slots_by_layer, num_tokens_across_dp=None)
         logits = self.compute_draft_logits(last_hidden[:num_rows], 0)
         return logits.view(num_reqs, beam, -1), outputs[:num_rows].view(num_reqs, beam, -1)
 
-    def _prepare_rows(self, shape: TreeShape, candidates: Candidates, depth: int, lengths, cache_pos, seq_lens_bound):
-        """Attention metadata and KV slots of one depth's rows."""
-        num_reqs, beam = cache_pos.shape
+    def _prepare_rows(self, shape: TreeShape, candidates: Candidates, depth: int, lengths: torch.Tensor):
+        """Attention metadata and KV slots of one depth's rows. lengths [R]: where the scratch KV begins."""
+        num_reqs, beam = lengths.shape[0], shape.beam
         num_rows = num_reqs * beam
-        buffers = self.input_buffers
-        starts = torch.arange(0, num_rows + 1, beam, dtype=torch.int32, device=cache_pos.device)
+        buffers, requests = self.input_buffers, self.idx_mapping[:num_reqs]
+        starts = torch.arange(0, num_rows + 1, beam, dtype=torch.int32, device=lengths.device)
         buffers.query_start_loc[: num_reqs + 1] = starts
         buffers.seq_lens[:num_reqs] = (lengths + (depth - 1) * beam).clamp(max=self.max_model_len)
+        # scratch positions of the rows' KV: L + e
+        cache_pos = lengths.long()[:, None] + (depth - 2) * beam + torch.arange(beam, device=lengths.device)
         # Rows past the model's length have no slot, and nobody may look at one.
         inside = cache_pos < self.max_model_len
         positions = torch.where(inside, cache_pos, 0).flatten()
-        slots = self.block_tables.compute_slot_mappings(
-            self.idx_mapping[:num_reqs], buffers.query_start_loc[: num_reqs + 1], positions, num_rows
-        )
+        slots = self.block_tables.compute_slot_mappings(requests, buffers.query_start_loc[: num_reqs + 1], positions, num_rows)
         slots.masked_fill_(~inside.flatten(), PAD_SLOT)
-        metadata = self._build_uniform_attn_metadata(
-            batch_desc=BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=num_rows, num_reqs=num_reqs),
-            num_reqs=num_reqs,
-            num_query_per_req=beam,
-            seq_lens_cpu_upper_bound=seq_lens_bound,
-            step=(depth - 1) * beam,
-        )
         rows = TreeRows(
             token_start=starts[:-1],
-            num_rows=starts.diff(),
+            num_rows=torch.where(requests >= 0, beam, 0).to(torch.int32),
             prefix_len=lengths,
             row_mask=self._visible(candidates.frontier_mask, lengths, shape).flatten(0, 1),
             mask_start=starts[:-1],
@@ -198,7 +231,21 @@ class TreeSpeculator(MTPSpeculator):
             covers_batch=True,
         )
         by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
-        return {name: layer.with_tree(rows) for name, layer in metadata.items()}, by_layer
+        return {name: layer.with_tree(rows) for name, layer in self._metadata_of_rows(num_reqs, beam).items()}, by_layer
+
+    def _metadata_of_rows(self, num_reqs: int, beam: int) -> dict[str, Any]:
+        """vLLM's metadata of `beam` rows per request. It names buffers at fixed addresses and sizes, so it is made once (before a graph
+        is captured: by the warm-up) and its lengths, which only causal rows would read, mean nothing."""
+        key = (num_reqs, beam)
+        if key not in self._row_metadata:
+            self._row_metadata[key] = self._build_uniform_attn_metadata(
+                batch_desc=BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=num_reqs * beam, num_reqs=num_reqs),
+                num_reqs=num_reqs,
+                num_query_per_req=beam,
+                seq_lens_cpu_upper_bound=torch.zeros(num_reqs, dtype=torch.int32),
+                step=0,
+            )
+        return self._row_metadata[key]
 
     def _visible(self, mask: torch.Tensor, lengths: torch.Tensor, shape: TreeShape) -> torch.Tensor:
         """[R, w, words] the frontier masks without the scratch positions past the model's length."""
@@ -207,14 +254,13 @@ class TreeSpeculator(MTPSpeculator):
         bits = (expanded < room[:, None]).view(-1, shape.num_words, 32).long() << torch.arange(32, device=mask.device)
         return mask & bits.sum(dim=-1).to(torch.int32)[:, None, :]
 
-    def _store(self, tree: Tree, num_reqs: int, num_sampled: torch.Tensor) -> torch.Tensor:
-        """Keep the trees for the next step and return the tokens as the scheduler counts them."""
-        slots = self.idx_mapping[:num_reqs]
+    def _store(self, tree: Tree, num_reqs: int) -> None:
+        """Keep the trees for the next step, and the tokens as the scheduler counts them. Rows without a request go to the store's spare."""
         # A request still in its prompt drafted from a row that means nothing.
-        num_nodes = torch.where(num_sampled > 0, tree.num_nodes, 1)
+        num_nodes = torch.where(self.num_sampled[:num_reqs] > 0, tree.num_nodes, 1)
         if self.model_state is not None:
+            slots = self.idx_mapping[:num_reqs]
             self.model_state.trees.write(slots, tree.token, tree.parent, tree.logprob, num_nodes.to(torch.int32))
         drafts = self.draft_tokens[:num_reqs]
         drafts.fill_(-1)
         drafts[:, : tree.token.shape[1] - 1] = tree.token[:, 1:]
-        return drafts

@@ -1,3 +1,3 @@
-from .grow import Candidates, Tree, TreeShape, extend, select, start
+from .grow import Candidates, Tree, TreeShape, extend, select, start, start_from, top_children
 
-__all__ = ["Candidates", "Tree", "TreeShape", "extend", "select", "start"]
+__all__ = ["Candidates", "Tree", "TreeShape", "extend", "select", "start", "start_from", "top_children"]

@@ -111,10 +111,13 @@ class Tree:
     num_nodes: int
 
 
-def _top_children(logits: torch.Tensor, topk: int, token_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [..., V] -> tokens [..., k] int64 and clamped log-probabilities [..., k] fp32, best first.
+def top_children(logits: torch.Tensor, topk: int, token_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [..., V] (any float dtype) -> tokens [..., k] int64 and clamped log-probabilities [..., k] fp32, best first.
 
-    A row without a proper distribution (NaN, +inf, all -inf) still gives k distinct tokens, at the lowest score.
+    token_ids  [V] int64 column of the logits -> token id; None: they are the same
+
+    A row without a proper distribution (NaN, +inf, all -inf) still gives k distinct tokens, at the lowest score. Raises ValueError if the
+    vocabulary is smaller than k.
     """
     if logits.shape[-1] < topk:
         raise ValueError(f"topk={topk} distinct children cannot be drawn from a vocabulary of {logits.shape[-1]}")
@@ -134,15 +137,13 @@ def _own_bits(depth: int, shape: TreeShape, device: torch.device) -> torch.Tenso
 
 
 def start(logits: torch.Tensor, shape: TreeShape, token_ids: torch.Tensor | None = None) -> Candidates:
-    """The table after depth 1: the root's k best tokens; the frontier is the w best of them.
+    """The table after depth 1, from the draft distribution after the root [R, V]: see `top_children` and `start_from`."""
+    return start_from(*top_children(logits, shape.topk, token_ids), shape)
 
-    logits     [R, V] any float dtype: the draft distribution after the root
-    token_ids  [V] int64 column of the logits -> token id; None: they are the same
 
-    Raises ValueError if the vocabulary is smaller than k.
-    """
-    token, logprob = _top_children(logits, shape.topk, token_ids)
-    num_requests, device = logits.shape[0], logits.device
+def start_from(token: torch.Tensor, logprob: torch.Tensor, shape: TreeShape) -> Candidates:
+    """The table after depth 1: the root's children [R, k], best first; the frontier is the w best of them."""
+    num_requests, device = token.shape[0], token.device
     table = (num_requests, shape.num_candidates)
     candidates = Candidates(
         token=torch.full(table, -1, dtype=torch.int64, device=device),
@@ -175,7 +176,7 @@ def extend(
     if logits.dim() != 3 or logits.shape[1] != shape.beam:
         raise ValueError(f"logits must be [R, {shape.beam}, V], got {tuple(logits.shape)}")
     num_requests, first, width = logits.shape[0], shape.first_candidate(depth), shape.beam * shape.topk
-    token, step = _top_children(logits, shape.topk, token_ids)
+    token, step = top_children(logits, shape.topk, token_ids)
     # [R, w * k] cumulative log-probability of this depth's candidates
     logprob = (candidates.logprob.gather(1, candidates.frontier)[:, :, None] + step).reshape(num_requests, width)
     candidates.token[:, first : first + width] = token.reshape(num_requests, width)

@@ -85,7 +85,7 @@ class Script:
     def __exit__(self, *_exc) -> None:
         del runner(self.llm).speculator._grow
 
-    def _grow(self, shape, num_reqs, lengths, seq_lens_bound, skip_attn):
+    def _grow(self, shape, num_reqs, skip_attn):
         from bole_vllm.kernels.draft import Tree
 
         token = torch.full((num_reqs, shape.num_nodes), -1, dtype=torch.int32)

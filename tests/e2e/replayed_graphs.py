@@ -1,0 +1,58 @@
+"""What a CUDA graph does to the Python around it, without a GPU.
+
+A captured graph runs kernels on the addresses that its capture saw; whatever Python made since then it never hears of. Here "capture"
+keeps vLLM's forward closure with the metadata and tensors of the capture, and "replay" calls it again. A tensor that a step makes anew, where
+it should have filled a fixed one, leaves the replay with the capture's contents.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from e2e_helpers import runner
+
+
+def install(llm, monkeypatch) -> Counter:
+    """Capture an engine's decode batches as on a GPU with FULL graphs; counts the replays by manager."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu import cudagraph_utils
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
+
+    run, replays = runner(llm), Counter()
+
+    @torch.inference_mode()
+    def capture(self, create_forward_fn, _description="") -> None:
+        for descriptor in self._capture_descs[CUDAGraphMode.FULL]:
+            create_forward_fn(descriptor, warmup=True)(CUDAGraphMode.NONE)
+            forward = create_forward_fn(descriptor, warmup=False)
+            forward(CUDAGraphMode.NONE)
+            self.graphs[descriptor] = forward
+        self._graphs_captured = True
+
+    @torch.inference_mode()
+    def replay(self, descriptor) -> None:
+        replays[names[id(self)]] += 1
+        self.graphs[descriptor](CUDAGraphMode.NONE)
+
+    monkeypatch.setattr(CudaGraphManager, "capture", capture)
+    monkeypatch.setattr(CudaGraphManager, "run_fullgraph", replay)
+    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda _self: None, raising=False)
+    monkeypatch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
+    mode, compilation = CUDAGraphMode.FULL_DECODE_ONLY, run.vllm_config.compilation_config
+    nodes = run.decode_query_len
+    # one request, and four for what lies between
+    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, nodes, 4 * nodes], 4 * nodes
+    run.cudagraph_manager = ModelCudaGraphManager(run.vllm_config, run.device, mode, decode_query_len=nodes)
+    run.speculator.init_cudagraph_manager(mode)
+    names = {
+        id(run.cudagraph_manager): "target",
+        id(run.speculator.prefill_cudagraph_manager): "draft prefill",
+        id(run.speculator.decode_cudagraph_manager): "tree",
+    }
+    run.cudagraph_manager.capture(
+        run.model, run.model_state, run.input_buffers, run.intermediate_tensors, run.block_tables, run.attn_groups, run.kv_cache_config
+    )
+    run.speculator.capture()
+    return replays
