@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 KEY = "bole"
 COMMITS = ("factor", "replay")
+VERIFIERS = ("closed_form", "serial")
 MAX_TREE_SIZE = 256
 
 
@@ -29,32 +30,39 @@ class BoleConfig:
         tree_size: nodes per request, root included, 2..256. Left out: `num_speculative_tokens + 1`; given: it must agree.
         commit: `factor` applies the kept corrections in closed form; `replay` reruns the exact recurrence over the
             accepted path from the kept inputs (bit for bit native decode's rounding points, less memory per node).
+        verify: `closed_form` verifies a tree from one state; `serial`, the baseline, walks it with one state kept per node and layer, and
+            commits by copying the accepted node's (`commit` is not used then).
         precision: dot precision of the verify and commit kernels, a name of bole_vllm.kernels.precision.
         draft_vocab: tokens that drafts may name; the output never depends on it. 0: all; a number: that many, the most frequent in what
             was served; a path: a JSON list of token ids.
+        graphs: leave CUDA graphs and torch.compile as vLLM has them. Not run on a GPU yet; off, the engine is eager.
         debug: check every forest's invariants on the host each step (slow, synchronises).
     """
 
     topk: int = 4
     max_depth: int = 8
     tree_size: int = 0
+    verify: str = "closed_form"
     commit: str = "replay"
     precision: str = dot_precision.DEFAULT
     draft_vocab: int | str = 0
+    graphs: bool = False
     debug: bool = False
 
     def __post_init__(self) -> None:
         _check_int("topk", self.topk, 1, 16)
         _check_int("max_depth", self.max_depth, 1, 16)
         _check_int("tree_size", self.tree_size, 2, MAX_TREE_SIZE)
+        _check_choice("verify", self.verify, VERIFIERS)
         _check_choice("commit", self.commit, COMMITS)
         _check_choice("precision", self.precision, tuple(dot_precision.MODES))
         if not isinstance(self.draft_vocab, str):
             _check_int("draft_vocab", self.draft_vocab, 0, 2**31 - 1, " or a path to a JSON list of token ids")
             if 0 < self.draft_vocab < self.topk:
                 raise BoleConfigError(f'"bole.draft_vocab" must be 0 (all tokens) or at least topk ({self.topk}), got {self.draft_vocab}.')
-        if not isinstance(self.debug, bool):
-            raise BoleConfigError(f'"bole.debug" must be true or false, got {self.debug!r}.')
+        for name in ("graphs", "debug"):
+            if not isinstance(getattr(self, name), bool):
+                raise BoleConfigError(f'"bole.{name}" must be true or false, got {getattr(self, name)!r}.')
 
     @property
     def num_drafts(self) -> int:

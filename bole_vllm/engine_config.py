@@ -211,8 +211,7 @@ def _set_token_budget(vllm_config: VllmConfig, config: BoleConfig) -> list[str]:
 
 
 def _set_graphs(vllm_config: VllmConfig, config: BoleConfig) -> list[str]:
-    """Eager execution on every platform: the rows of a tree are described by tensors made per step, and a captured FULL graph
-    would replay the addresses of the capture's."""
+    """Eager execution unless the user asks for graphs: the round can be captured, but has not been on a GPU yet."""
     from vllm.config.compilation import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
@@ -222,6 +221,8 @@ def _set_graphs(vllm_config: VllmConfig, config: BoleConfig) -> list[str]:
             f"The largest CUDA graph to capture holds {largest} tokens, less than one tree of {config.tree_size} nodes: leave "
             "cudagraph_capture_sizes and max_cudagraph_capture_size out."
         )
+    if config.graphs:
+        return []
     compilation.mode = CompilationMode.NONE
     compilation.cudagraph_mode = CUDAGraphMode.NONE
     vllm_config.model_config.enforce_eager = True

@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from bole_vllm.kernels.conv import tree_inputs
 from bole_vllm.kernels.factors import tree_factors
+from bole_vllm.kernels.serial import serial_tree
 from bole_vllm.kernels.solve import tree_solve
 from bole_vllm.kernels.topology import Forest
 from bole_vllm.state_shape import one_state_per_request
@@ -167,6 +168,9 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
             mixed_qkv, a, b, self.conv_weight(), self.conv1d.bias, self.A_log, self.dt_bias, conv_state, slot, forest, keep.inputs, keep.x,
             overlap=True,
         )  # fmt: skip
+        if keep.snapshots is not None:
+            serial_tree(keep.inputs, ssm_state, slot, forest, keep.snapshots, core_attn_out)
+            return
         tree_factors(keep.inputs, forest, keep.z, keep.y, overlap=True)
         tree_solve(keep.inputs, keep.z, keep.y, ssm_state, slot, forest, core_attn_out, keep.u, keep.r, keep.precision, overlap=True)
 

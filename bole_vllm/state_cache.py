@@ -8,7 +8,7 @@ import torch
 
 from bole_vllm.config import BoleConfig
 from bole_vllm.gdn import TreeGatedDeltaNet
-from bole_vllm.kernels.commit import LayerTable, ReplayWork, commit_factor, commit_replay
+from bole_vllm.kernels.commit import LayerTable, ReplayWork, commit_factor, commit_replay, commit_snapshot
 from bole_vllm.kernels.conv import NodeInputs
 from bole_vllm.kernels.solve import NODE_BLOCK
 from bole_vllm.kernels.topology import Forest
@@ -24,6 +24,7 @@ class LayerFactors:
     z: torch.Tensor | None  # * [capacity, HV, D] fp32 rows of Z; None in replay
     y: torch.Tensor  # * [capacity, HV, D] fp32 rows of Y
     r: torch.Tensor | None  # * [capacity, HV, DV] fp32 scratch of large trees
+    snapshots: torch.Tensor | None  # [capacity, HV, DV, DK] fp32 state after every node; serial verification only
     precision: str
 
 
@@ -36,7 +37,8 @@ class RoundFactors:
         hk, hv = first.num_k_heads // first.tp_size, first.num_v_heads // first.tp_size
         dk, dv = first.head_k_dim, first.head_v_dim
         columns, keep, capacity = forest.path.shape[1], len(layers), forest.capacity
-        factor = config.commit == "factor"
+        serial = config.verify == "serial"
+        factor = not serial and config.commit == "factor"
 
         def buffer(copies: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(copies, capacity, *shape, dtype=dtype, device=device)
@@ -45,22 +47,24 @@ class RoundFactors:
         self.x = buffer(keep, 2 * hk * dk + hv * dv, dtype=dtype)
         self.u = buffer(keep, hv, dv) if factor else None
         # what the commit reads of a layer's node inputs, by name
-        names = ("k", "k_scale", "p") if factor else ("g", "beta")
+        names = () if serial else ("k", "k_scale", "p") if factor else ("g", "beta")
         self.kept = {name: torch.stack([getattr(shared, name)] * keep) for name in names}
         z = buffer(1, hv, columns)[0] if factor else None
         y = buffer(1, hv, columns)[0]
         r = buffer(1, hv, dv)[0] if config.tree_size > NODE_BLOCK else None
         width = config.max_depth + 1
-        self.work = None if factor else ReplayWork.allocate(keep, forest.max_requests, width, hk, dk, hv, dv, dtype, device)
+        self.snapshots = buffer(keep, hv, dv, dk) if serial else None
+        self.work = None if factor or serial else ReplayWork.allocate(keep, forest.max_requests, width, hk, dk, hv, dv, dtype, device)
         for i, layer in enumerate(layers):
             inputs = replace(shared, **{name: tensor[i] for name, tensor in self.kept.items()})
-            layer.factors = LayerFactors(inputs, self.x[i], self.u[i] if factor else None, z, y, r, config.precision)
+            u, snapshots = (None if kept is None else kept[i] for kept in (self.u, self.snapshots))
+            layer.factors = LayerFactors(inputs, self.x[i], u, z, y, r, snapshots, config.precision)
         self.table: LayerTable | None = None
 
     @property
     def bytes_per_node(self) -> int:
         """Bytes kept per tree node from a layer's verification to the commit, over all layers."""
-        kept = [self.x, *self.kept.values(), *([] if self.u is None else [self.u])]
+        kept = [self.x, *self.kept.values(), *(t for t in (self.u, self.snapshots) if t is not None)]
         return sum(t.shape[0] * t[0, 0].numel() * t.element_size() for t in kept)
 
     def bind(self, group_of_layer: list[int]) -> None:
@@ -89,7 +93,9 @@ class RoundFactors:
         [groups, R, 2] and dst_len [R, 2]: the state after the first dst_len path nodes goes to dst_slot (0: nothing).
         """
         where = (forest, path, path_len, src_slot, dst_slot, dst_len)
-        if self.config.commit == "factor":
+        if self.snapshots is not None:
+            commit_snapshot(self.table, self.snapshots, self.x, *where)
+        elif self.config.commit == "factor":
             commit_factor(self.table, self.kept["p"], self.kept["k"], self.kept["k_scale"], self.u, self.x, *where)
         else:
             commit_replay(self.table, self.kept["g"], self.kept["beta"], self.x, *where, self.work)

@@ -1,5 +1,6 @@
 from .factor import commit_factor
 from .layers import LayerTable
 from .replay import ReplayWork, commit_replay
+from .snapshot import commit_snapshot
 
-__all__ = ["LayerTable", "ReplayWork", "commit_factor", "commit_replay"]
+__all__ = ["LayerTable", "ReplayWork", "commit_factor", "commit_replay", "commit_snapshot"]

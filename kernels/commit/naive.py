@@ -1,4 +1,4 @@
-"""Oracles of the commit: the formula over the path, the recurrence over the path, and the conv window; loops, fp64."""
+"""Oracles of the commit: the formula over the path, the recurrence over the path, a snapshot, and the conv window; loops, fp64."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ def commit_factor(ssm_states, conv_states, groups, p, k, k_scale, u, x, forest: 
         return state
 
     _commit(ssm_states, conv_states, groups, x, forest, new_state, *path_args)
+
+
+def commit_snapshot(ssm_states, conv_states, groups, snapshots, x, forest: Forest, *path_args) -> None:
+    """See `snapshot.commit_snapshot`."""
+    _commit(ssm_states, conv_states, groups, x, forest, lambda layer, _state, nodes, _: snapshots[layer, nodes[-1]].mT, *path_args)
 
 
 def commit_replay(ssm_states, conv_states, groups, weights, biases, g, beta, x, forest: Forest, *path_args) -> None:

@@ -133,10 +133,10 @@ def test_one_slot_per_request(engines):
     assert all(getattr(spec, "num_speculative_blocks", 0) == 0 for spec in specs)
 
 
-@pytest.mark.parametrize("commit", ["factor", "replay"])
-def test_prefix_caching_off(engines, prompts, greedy, commit):
-    """One state slot updated in place (mamba cache mode `none`), with either commit."""
-    llm = engines.tree(bole={"commit": commit}, enable_prefix_caching=False)
+@pytest.mark.parametrize("bole", [{"commit": "factor"}, {"commit": "replay"}, {"verify": "serial"}], ids=lambda b: "-".join(b.values()))
+def test_prefix_caching_off(engines, prompts, greedy, bole):
+    """One state slot updated in place (mamba cache mode `none`), with every way to verify and commit."""
+    llm = engines.tree(bole=bole, enable_prefix_caching=False)
     assert stats(llm)["mamba_cache_mode"] == "none"
     assert generate(llm, prompts[:2], params(24)) == [g[:24] for g in greedy[:2]]
 

@@ -9,9 +9,10 @@ import torch
 from conftest import make_forest, path_to, random_parents
 from test_solve import BOUND, cancel, integer_problem, make_problem, relative
 
-from bole_vllm.kernels.commit import LayerTable, commit_factor, commit_replay
+from bole_vllm.kernels.commit import LayerTable, commit_factor, commit_replay, commit_snapshot
 from bole_vllm.kernels.commit.naive import commit_factor as naive_factor
 from bole_vllm.kernels.commit.naive import commit_replay as naive_replay
+from bole_vllm.kernels.commit.naive import commit_snapshot as naive_snapshot
 from bole_vllm.kernels.conv import NodeInputs, tree_inputs
 from bole_vllm.kernels.solve.naive import tree_recurrence
 
@@ -49,6 +50,19 @@ class Caches:
 
     def replay(self, forest, *path_args):
         commit_replay(self.table, self.g, self.beta, self.x, forest, *path_args, round_products=False)
+
+    @property
+    def snapshots(self) -> torch.Tensor:
+        """[L, capacity, HV, DV, DK] fp32, some state after every node."""
+        _, heads, dim_k, dim_v = self.ssm[0].shape
+        gen = torch.Generator().manual_seed(self.x.shape[1])
+        return torch.randn(len(self.ssm), self.x.shape[1], heads, dim_v, dim_k, generator=gen).to(self.x.device)
+
+    def snapshot(self, forest, *path_args):
+        commit_snapshot(self.table, self.snapshots, self.x, forest, *path_args)
+
+    def naive_snapshot(self, forest, *path_args):
+        naive_snapshot(self.ssm, self.conv, self.groups, self.snapshots, self.x, forest, *path_args)
 
     def naive_replay(self, forest, *path_args):
         args = (self.ssm, self.conv, self.groups, self.weights, self.biases, self.g, self.beta, self.x)
@@ -127,7 +141,7 @@ def assert_same(got: Caches, want: Caches, bound=BOUND, written=None, message=""
         assert torch.equal(a, b), message
 
 
-@pytest.mark.parametrize("kind", ["factor", "replay"])
+@pytest.mark.parametrize("kind", ["factor", "replay", "snapshot"])
 @pytest.mark.parametrize("storage", ["kv", "vk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_groups_and_destinations(kind, storage, dtype, device):

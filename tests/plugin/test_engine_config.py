@@ -71,7 +71,7 @@ REFUSED = {
     "unknown key": (
         {"bole": {"top_k": 4}},
         "Unknown key 'top_k' in additional_config[\"bole\"]. Known keys: "
-        "topk, max_depth, tree_size, commit, precision, draft_vocab, debug.",
+        "topk, max_depth, tree_size, verify, commit, precision, draft_vocab, graphs, debug.",
     ),
     "a draft vocabulary on two ranks": (
         {"bole": {"draft_vocab": 512}, "tensor_parallel_size": 2, **TWO_RANKS},
@@ -243,7 +243,7 @@ def test_what_is_set_on_a_cpu(log):
     assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
     assert config.use_v2_model_runner
     assert log == [
-        "Bole: trees of 32 nodes (topk 4, depth 8, commit factor, fp32); set worker CPUTreeWorker, float32 recurrent state, "
+        "Bole: trees of 32 nodes (topk 4, depth 8, commit replay, fp32); set worker CPUTreeWorker, float32 recurrent state, "
         "max_num_batched_tokens 4096, eager execution, tree attention."
     ]
 
