@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
@@ -22,6 +23,8 @@ from bole_vllm.kernels.topology import tree_positions
 from bole_vllm.metrics import TreeStats
 from bole_vllm.sampler import TreeSampler, needs_chain
 from bole_vllm.state_cache import RoundFactors, commit_targets
+
+logger = init_logger("vllm.bole")
 
 
 class TreeModelState(MambaHybridModelState):
@@ -77,6 +80,13 @@ class TreeModelState(MambaHybridModelState):
         self._gdn_groups = sorted(set(gdn_groups))  # rows of the slot arrays -> cache group
         self._slot_row = {name: self._gdn_groups.index(g) for name, g in zip(self.gdn_layer_names, gdn_groups)}
         self.factors.bind(list(self._slot_row.values()))
+        logger.info_once(
+            "Bole keeps %.3f MiB per tree node until the commit: %d nodes a request, %.2f GiB for %d requests at once (max_num_seqs).",
+            self.factors.bytes_per_node / 2**20,
+            self.config.tree_size,
+            self.factors.allocated_bytes / 2**30,
+            self.max_num_reqs,
+        )
         attention = get_layers_from_vllm_config(self.vllm_config, Attention)
         # Only the target's layers: the drafter rewrites its own KV over the accepted path.
         targets = {name: layer for name, layer in attention.items() if not getattr(layer, "is_draft_layer", False)}

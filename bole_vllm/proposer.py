@@ -109,12 +109,15 @@ class TreeSpeculator(MTPSpeculator):
         self.lengths[num_reqs:].zero_()
         torch.sub(input_batch.seq_lens[:num_reqs], num_rejected, out=self.lengths[:num_reqs])
         self.num_sampled[:num_reqs].copy_(num_sampled)
+        skip_attn = dummy_run and skip_attn_for_dummy_run
+        if not skip_attn:
+            self._map_block_tables()
         graph = self._graph_of(num_reqs, wanted, dummy_run or is_profile)
         if graph is not None:
             self.decode_cudagraph_manager.run_fullgraph(graph)
         else:
             shape = TreeShape.plan(wanted + 1, self.bole.topk, self.bole.max_depth)
-            self._store(self._grow(shape, num_reqs, skip_attn=dummy_run and skip_attn_for_dummy_run), num_reqs)
+            self._store(self._grow(shape, num_reqs, skip_attn), num_reqs)
         if self.draft_head is not None and self.draft_head.counts is not None and not dummy_run:
             self._follow_served_tokens(num_reqs)
         return self.draft_tokens[:num_reqs]
@@ -232,6 +235,11 @@ class TreeSpeculator(MTPSpeculator):
         )
         by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
         return {name: layer.with_tree(rows) for name, layer in self._metadata_of_rows(num_reqs, beam).items()}, by_layer
+
+    def _map_block_tables(self) -> None:
+        """The step's block tables in the attention kernel's block size, where it is another, in place: what the rows' metadata names."""
+        for group in (group for groups in self.attn_groups for group in groups):
+            group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])
 
     def _metadata_of_rows(self, num_reqs: int, beam: int) -> dict[str, Any]:
         """vLLM's metadata of `beam` rows per request. It names buffers at fixed addresses and sizes, so it is made once (before a graph

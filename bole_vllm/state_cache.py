@@ -67,6 +67,16 @@ class RoundFactors:
         kept = [self.x, *self.kept.values(), *(t for t in (self.u, self.snapshots) if t is not None)]
         return sum(t.shape[0] * t[0, 0].numel() * t.element_size() for t in kept)
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of everything a round keeps or works in, for as many trees as the forest holds."""
+        first = self.layers[0].factors
+        shared = [first.inputs, *(t for t in (first.z, first.y, first.r) if t is not None)]
+        tensors = [self.x, *self.kept.values(), *(t for t in (self.u, self.snapshots) if t is not None)]
+        for part in [*shared, *([] if self.work is None else [self.work])]:
+            tensors += [part] if isinstance(part, torch.Tensor) else vars(part).values()
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
     def bind(self, group_of_layer: list[int]) -> None:
         """Record where the layers' state tensors lie, once they are allocated. group_of_layer: layer -> row of the slot arrays."""
         views = [layer.state_views() for layer in self.layers]

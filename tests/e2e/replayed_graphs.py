@@ -1,8 +1,8 @@
 """What a CUDA graph does to the Python around it, without a GPU.
 
-A captured graph runs kernels on the addresses that its capture saw; whatever Python made since then it never hears of. Here "capture"
-keeps vLLM's forward closure with the metadata and tensors of the capture, and "replay" calls it again. A tensor that a step makes anew, where
-it should have filled a fixed one, leaves the replay with the capture's contents.
+A captured graph runs kernels on the addresses that its capture saw; whatever Python made since then it never hears of. Here
+"capture" keeps vLLM's forward closure with the metadata and tensors of the capture, and "replay" calls it again. A tensor that a step
+makes anew, where it should have filled a fixed one, leaves the replay with the capture's contents.
 """
 
 from __future__ import annotations
