@@ -28,7 +28,7 @@ class TreeSpeculator(MTPSpeculator):
     L + e, where L is the number of processed tokens, and attends to the prefix and its own ancestors.
 
     Both halves can be captured: what they read and leave behind lies at fixed addresses, and vLLM captures the draft prefill
-    as for a chain and `_generate_draft`, here all depths and the selection, in place of one chain step.
+    as for a chain and `_generate_fused_drafts`, here all depths and the selection, in place of a chain's steps.
     """
 
     def __init__(self, vllm_config, device) -> None:
@@ -38,7 +38,6 @@ class TreeSpeculator(MTPSpeculator):
         self.model_state = None
         # the LM head over a part of the vocabulary; None: the whole one
         self.draft_head: DraftHead | None = None
-        self.full_shape = TreeShape.plan(self.num_speculative_steps + 1, self.bole.topk, self.bole.max_depth)
         rows = self.max_num_reqs
         # the root's children, left by the draft prefill: token ids and log-probabilities, best first
         self.root_token = torch.zeros(rows, self.bole.topk, dtype=torch.int64, device=device)
@@ -60,8 +59,8 @@ class TreeSpeculator(MTPSpeculator):
             model_state.count_prompt = self.draft_head.count_prompt
 
     def _configure_decode_metadata_update(self) -> None:
-        # of vLLM's two ways to capture drafting, the one that calls `_generate_draft`
-        self.supports_decode_metadata_update = False
+        # of vLLM's two ways to capture drafting, the one that takes all steps at once: `_generate_fused_drafts`
+        self.supports_decode_metadata_update = True
 
     def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
         """[rows, V] logits, or [rows, N] over the part of the vocabulary that drafts may name."""
@@ -116,19 +115,20 @@ class TreeSpeculator(MTPSpeculator):
         if graph is not None:
             self.decode_cudagraph_manager.run_fullgraph(graph)
         else:
-            shape = TreeShape.plan(wanted + 1, self.bole.topk, self.bole.max_depth)
-            self._store(self._grow(shape, num_reqs, skip_attn), num_reqs)
+            self._store(self._grow(self._shape(wanted), num_reqs, skip_attn), num_reqs)
         if self.draft_head is not None and self.draft_head.counts is not None and not dummy_run:
             self._follow_served_tokens(num_reqs)
         return self.draft_tokens[:num_reqs]
 
     def _graph_of(self, num_reqs: int, wanted: int, eager: bool) -> BatchExecutionDescriptor | None:
-        """The captured graph that drafts whole trees for this many requests, if there is one."""
+        """The captured graph that drafts trees of `wanted` nodes for this many requests, if there is one."""
         manager = self.decode_cudagraph_manager
-        if eager or manager is None or wanted != self.num_speculative_steps or self.dp_size > 1:
+        if eager or manager is None or self.dp_size > 1:
             return None
+        dynamic = self.speculative_config.uses_dynamic_speculative_decoding()
         descriptor = manager.dispatch(num_reqs, num_reqs, uniform_token_count=1, num_active_loras=0)
-        return descriptor if descriptor in manager.graphs else None
+        descriptor = manager.specialize_spec_tokens(descriptor, wanted) if dynamic else descriptor
+        return descriptor if descriptor in manager.graphs and (dynamic or wanted == self.num_speculative_steps) else None
 
     # -- draft prefill -------------------------------------------------------------------------------------------
 
@@ -162,9 +162,14 @@ class TreeSpeculator(MTPSpeculator):
 
     # -- tree ----------------------------------------------------------------------------------------------------
 
-    def _generate_draft(self, num_reqs: int, *_args, **_kwargs) -> None:
-        """What vLLM captures per number of requests, rows without one included: every depth and the selection."""
-        self._store(self._grow(self.full_shape, num_reqs, skip_attn=False), num_reqs)
+    def _shape(self, num_drafts: int) -> TreeShape:
+        return TreeShape.plan(num_drafts + 1, self.bole.topk, self.bole.max_depth)
+
+    def _generate_fused_drafts(
+        self, num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode, num_speculative_steps
+    ) -> None:
+        """What vLLM captures per number of requests (rows without one included) and of drafts: every depth and the selection."""
+        self._store(self._grow(self._shape(num_speculative_steps), num_reqs, skip_attn=False), num_reqs)
 
     def _grow(self, shape: TreeShape, num_reqs: int, skip_attn: bool) -> Tree:
         """Run the depths from what the draft prefill left. Device work only, but for the metadata's first use."""

@@ -29,9 +29,11 @@ class Engines:
         self._kept: dict[str, object] = {}
         self._fresh: list[object] = []
 
-    def tree(self, drafts: int = 7, bole: dict | None = None, limit: int | None = None, fresh: bool = False, **kwargs):
+    def tree(
+        self, drafts: int = 7, bole: dict | None = None, limit: int | None = None, spec: dict | None = None, fresh: bool = False, **kwargs
+    ):
         """An engine that verifies trees of `drafts` + 1 nodes; `limit` drafts per step where given (0: trees of one node)."""
-        spec: dict = {"method": "mtp", "num_speculative_tokens": drafts}
+        spec = {"method": "mtp", "num_speculative_tokens": drafts, **(spec or {})}
         if limit is not None:
             spec["num_speculative_tokens_per_batch_size"] = [[1, kwargs.get("max_num_seqs", 4), limit]]
         bole = {"debug": True, **(bole or {})}

@@ -42,8 +42,8 @@ def install(llm, monkeypatch) -> Counter:
     monkeypatch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
     mode, compilation = CUDAGraphMode.FULL_DECODE_ONLY, run.vllm_config.compilation_config
     nodes = run.decode_query_len
-    # one request, and four for what lies between
-    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, nodes, 4 * nodes], 4 * nodes
+    # one request, and four for what lies between (of every number of drafts)
+    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 4, nodes, 4 * nodes], 4 * nodes
     run.cudagraph_manager = ModelCudaGraphManager(run.vllm_config, run.device, mode, decode_query_len=nodes)
     run.speculator.init_cudagraph_manager(mode)
     names = {

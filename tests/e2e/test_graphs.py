@@ -50,3 +50,15 @@ def test_topologies_change_from_round_to_round(captured, reference):
     after = stats(llm)
     assert replays["target"] > 0
     assert after["branched"] - before["branched"] > after["spine_hits"] - before["spine_hits"] > 0
+
+
+def test_drafts_by_batch_size(engines, reference, monkeypatch):
+    """Graphs for every number of drafts that the batch size may ask for: 7 for one or two requests, 3 for more."""
+    schedule = {"num_speculative_tokens": 7, "num_speculative_tokens_per_batch_size": [[1, 2, 7], [3, 4, 3]]}
+    llm = engines.tree(drafts=7, spec=schedule, fresh=True)
+    replays = install(llm, monkeypatch)
+    prompts, want = reference
+    for count in (1, 4):
+        replays.clear()
+        assert generate(llm, prompts[:count], params(TOKENS)) == want[:count]
+        assert all(replays[name] > 0 for name in ("target", "draft prefill", "tree")), dict(replays)
