@@ -1,6 +1,6 @@
 """Growing a proposal tree depth by depth: a candidate table, a beam of frontier rows, and the final selection.
 
-Torch operations only, no host sync, static shapes: the whole of it can be captured in a CUDA graph.
+Torch operations and the kernel of `top_children`, no host sync, static shapes: the whole of it can be captured in a CUDA graph.
 
 Candidate indices are static. Depth 1 holds the root's k children at 0..k-1; depth d >= 2 holds the k children of each of the w
 frontier rows of depth d-1, child j of row b at k + (d-2)*w*k + b*k + j. Frontier row 0 is always the spine (the top-1 child of the
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .top_children import top_children
+
 WORD_BITS = 32
-MIN_STEP_LOGPROB = -100.0
-MAX_STEP_LOGPROB = -1e-3
 # fp32 still resolves MAX_STEP_LOGPROB at MAX_DEPTH * MIN_STEP_LOGPROB
 MAX_DEPTH = 64
 
@@ -109,22 +109,6 @@ class Tree:
     logprob: torch.Tensor
     # valid nodes, the root included; the same for every request
     num_nodes: int
-
-
-def top_children(logits: torch.Tensor, topk: int, token_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [..., V] (any float dtype) -> tokens [..., k] int64 and clamped log-probabilities [..., k] fp32, best first.
-
-    token_ids  [V] int64 column of the logits -> token id; None: they are the same
-
-    A row without a proper distribution (NaN, +inf, all -inf) still gives k distinct tokens, at the lowest score. Raises ValueError if the
-    vocabulary is smaller than k.
-    """
-    if logits.shape[-1] < topk:
-        raise ValueError(f"topk={topk} distinct children cannot be drawn from a vocabulary of {logits.shape[-1]}")
-    token = logits.topk(topk, dim=-1).indices
-    logprob = torch.log_softmax(logits, dim=-1, dtype=torch.float32).gather(-1, token)
-    token = token if token_ids is None else token_ids[token]
-    return token, logprob.nan_to_num(nan=MIN_STEP_LOGPROB).clamp(MIN_STEP_LOGPROB, MAX_STEP_LOGPROB)
 
 
 def _own_bits(depth: int, shape: TreeShape, device: torch.device) -> torch.Tensor:

@@ -1,11 +1,23 @@
-"""Oracle of the tree's growth for one request: Python lists, best-first with the same beam."""
+"""Oracles: the best columns of logits in plain torch, and the tree's growth for one request in Python lists, with the same beam."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 
-from .grow import MAX_STEP_LOGPROB, MIN_STEP_LOGPROB, TreeShape
+import torch
+
+from .grow import TreeShape
+from .top_children import MAX_STEP_LOGPROB, MIN_STEP_LOGPROB
+
+
+def top_children(logits: torch.Tensor, topk: int, token_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`top_children.top_children` for logits of any float dtype and strides."""
+    order = logits.masked_fill(logits.isnan(), -math.inf)
+    column = order.sort(dim=-1, descending=True, stable=True).indices[..., :topk].contiguous()
+    logprob = torch.log_softmax(logits, dim=-1, dtype=torch.float32).gather(-1, column)
+    token = column if token_ids is None else token_ids[column]
+    return token, logprob.nan_to_num(nan=MIN_STEP_LOGPROB).clamp(MIN_STEP_LOGPROB, MAX_STEP_LOGPROB)
 
 
 @dataclass
@@ -34,7 +46,7 @@ class Growth:
         return {e for e, candidate in self.rows.items() if candidate in path}
 
 
-def top_children(logits: list[float], topk: int) -> list[tuple[int, float]]:
+def _children(logits: list[float], topk: int) -> list[tuple[int, float]]:
     """[(token, clamped log-probability)], best first, the lower token id first among equals."""
     largest = max(logits)
     total = largest + math.log(sum(math.exp(x - largest) for x in logits))
@@ -53,7 +65,7 @@ def _set_frontier(growth: Growth, fresh: list[int], depth: int, shape: TreeShape
 def start(logits: list[float], shape: TreeShape) -> Growth:
     """`grow.start` for one request."""
     growth = Growth()
-    for j, (token, logprob) in enumerate(top_children(logits, shape.topk)):
+    for j, (token, logprob) in enumerate(_children(logits, shape.topk)):
         growth.table.append(Candidate(token, -1, logprob, spine=j == 0))
     _set_frontier(growth, list(range(shape.topk)), 1, shape)
     return growth
@@ -63,7 +75,7 @@ def extend(growth: Growth, logits: list[list[float]], depth: int, shape: TreeSha
     """`grow.extend` for one request; returns the previous frontier row of every new one."""
     first, old = len(growth.table), list(growth.frontier)
     for row, node in enumerate(old):
-        for j, (token, logprob) in enumerate(top_children(logits[row], shape.topk)):
+        for j, (token, logprob) in enumerate(_children(logits[row], shape.topk)):
             parent = growth.table[node]
             growth.table.append(Candidate(token, node, parent.logprob + logprob, spine=parent.spine and j == 0))
     _set_frontier(growth, list(range(first, len(growth.table))), depth, shape)
