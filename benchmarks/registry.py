@@ -23,5 +23,6 @@ BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
         Benchmark("kernels", "every kernel of a verify round against its floor and its baselines, one GPU", "benchmarks.kernels"),
+        Benchmark("offline", "engines end to end: plain decoding, MTP chains and trees on the same prompts", "benchmarks.offline"),
     )
 }

@@ -1,31 +1,33 @@
-"""`python -m benchmarks.models --small DIR --shape 9b --out DIR`: a checkpoint of a large shape that computes what the small model does."""
+"""`python -m benchmarks.models COMMAND [options]`: small trained models, prompts for them, and large checkpoints that compute the same.
+
+Without a command: scale-up.
+"""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import importlib
+import sys
 
-from benchmarks.models.loader import load_small
-from benchmarks.models.scale_up import scaled_weights, write_folder, write_weights
-from benchmarks.models.shapes import SHAPES, scaled_config
+COMMANDS = {
+    "scale-up": ("folder", "write a checkpoint of a large shape that computes what a small model does"),
+    "train": ("train", "train a small model from the text on this machine"),
+    "workloads": ("workloads", "write held-out prompts of four kinds"),
+}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Command line."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0].startswith("--") and argv[0] != "--help":
+        argv = ["scale-up", *argv]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
-    parser.add_argument("--small", type=Path, required=True, help="folder of the small model: config, weights, tokenizer")
-    parser.add_argument("--shape", choices=SHAPES, required=True, help="the large shape")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="of the random part")
-    parser.add_argument("--device", default="cpu", help="where the tensors are made")
-    parser.add_argument("--config-only", action="store_true", help="config and tokenizer only, for load_format scale_up")
-    args = parser.parse_args()
-    state, small = load_small(args.small)
-    config = scaled_config(args.shape, small)
-    weights = scaled_weights(state, small, config, args.seed, device=args.device)
-    write_folder(args.out, config, args.small)
-    if not args.config_only:
-        write_weights(args.out, weights)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    modules = {name: importlib.import_module(f"benchmarks.models.{module}") for name, (module, _) in COMMANDS.items()}
+    for name, (_, text) in COMMANDS.items():
+        modules[name].add_arguments(commands.add_parser(name, help=text))
+    args = parser.parse_args(argv)
+    modules[args.command].run(args)
 
 
 if __name__ == "__main__":

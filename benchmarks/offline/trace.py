@@ -1,0 +1,87 @@
+"""A profiler trace of a few rounds, and its kernels summed up by part of the round.
+
+The profiler slows launches down: what it says about kernels holds, what it says about gaps does not (parts.py times those).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.offline.parts import SCOPE, timer_of
+
+Event = dict[str, Any]
+
+_KEY = "_benchmark_profile"
+_ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_LAUNCHES = {"cuda_runtime", "cuda_driver"}
+
+
+def start_trace(worker: Any) -> None:
+    """RPC: profile from now on."""
+    timer = timer_of(worker)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if timer.on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profile = torch.profiler.profile(activities=activities)
+    profile.start()
+    timer.profiling = True
+    setattr(worker, _KEY, profile)
+
+
+def stop_trace(worker: Any, path: str) -> list[dict[str, Any]]:
+    """RPC: stop, write the trace (a .json.gz) and return its kernels by part."""
+    timer = timer_of(worker)
+    timer.profiling = False
+    if timer.on_gpu:
+        torch.cuda.synchronize()
+    profile = getattr(worker, _KEY)
+    profile.stop()
+    profile.export_chrome_trace(path)
+    with gzip.open(path, "rt") as file:
+        return kernels_by_part(json.load(file)["traceEvents"])
+
+
+def kernels_by_part(events: list[Event], limit: int = 40) -> list[dict[str, Any]]:
+    """[{part, kernel, calls, us}] of a Chrome trace, longest first, us in total.
+
+    A kernel belongs to the innermost scope that its launch lies in; kernels of a CUDA graph have the graph's launch. Outside: "other".
+    """
+    scopes: dict[Any, list[Event]] = {}
+    launches: dict[int, Event] = {}
+    for event in events:
+        if event.get("cat") == "user_annotation" and event["name"].startswith(SCOPE):
+            scopes.setdefault(event["tid"], []).append(event)
+        elif event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {}):
+            launches[event["args"]["correlation"]] = event
+    for one in scopes.values():
+        one.sort(key=lambda event: event["ts"])
+    sums: dict[tuple[str, str], list[float]] = {}
+    for event in events:
+        if event.get("cat") in _ON_DEVICE:
+            launch = launches.get(event.get("args", {}).get("correlation"))
+            part = _innermost(scopes.get(launch["tid"], []), launch["ts"]) if launch else "other"
+            entry = sums.setdefault((part, event["name"]), [0, 0.0])
+            entry[0] += 1
+            entry[1] += event["dur"]
+    found = [{"part": part, "kernel": name[:120], "calls": calls, "us": round(us, 2)} for (part, name), (calls, us) in sums.items()]
+    return sorted(found, key=lambda row: -row["us"])[:limit]
+
+
+def _innermost(scopes: list[Event], time_us: float) -> str:
+    """The scope that began last of those around the time. Scopes are sorted by their start; they nest."""
+    at = bisect_right(scopes, time_us, key=lambda event: event["ts"])
+    for event in reversed(scopes[:at]):
+        if time_us <= event["ts"] + event["dur"]:
+            return event["name"].removeprefix(SCOPE)
+    return "other"
+
+
+def trace_path(folder: Path, shape: str, arm: str, batch: int) -> str:
+    """Where an arm's trace goes."""
+    return str(folder / f"trace-offline-{shape}-{arm}-b{batch}.json.gz")

@@ -1,0 +1,613 @@
+"""The end-to-end benchmark without a GPU: what turns steps and records into numbers, and the whole command on the demo model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `benchmarks` is not installed
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is imported
+
+from benchmarks.offline import arms, memory, path, texts, trace
+from benchmarks.offline.arm import refusal
+from benchmarks.offline.arms import Arm
+from benchmarks.offline.choose import best_of, chosen_ratios, slower_points, tree_settings, with_ratios
+from benchmarks.offline.job import Job, Record
+from benchmarks.offline.launch import run_arms, share_of
+from benchmarks.offline.marks import grid, offline_marks
+from benchmarks.offline.options import DEMO_MODEL, WORKLOADS, Options, add_arguments
+from benchmarks.offline.parts import Round, Span, medians, parts_of
+from benchmarks.offline.plots import draw
+from benchmarks.offline.prompts import groups, read_workload
+from benchmarks.offline.rounds import Step, Window, joined, window
+from benchmarks.offline.rows import is_complete, not_measured, point_rows, unequal_settings
+from benchmarks.offline.rows import memory_rows as rows_of_memory
+from benchmarks.offline.runner import gates_failed, make_jobs
+from benchmarks.offline.tables import chosen_table, equality_table, looping, pivot
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+# -- the window that is timed ------------------------------------------------------------------------------------------
+
+
+def test_window_leaves_out_prefill_and_the_last_rounds():
+    """Two requests: the second's prompt takes longer, the first ends first."""
+    steps = [
+        Step(1.0, {0: [7]}),
+        Step(2.0, {0: [7, 7, 7], 1: [8]}),  # both have begun: the clock starts, these tokens do not count
+        Step(2.5, {0: [7, 7], 1: [8]}),
+        Step(3.0, {0: [7], 1: [8, 8, 8, 8]}),  # the clock stops
+        Step(9.0, {0: [7], 1: [8]}, frozenset({0})),
+        Step(20.0, {1: [8]}, frozenset({1})),
+    ]
+    found = window(steps, 2)
+    assert found == Window(tokens=8, rounds=2, served=4, seconds=1.0)
+    assert (found.tokens_per_s, found.rounds_per_s, found.mat) == (8.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_no_window_without_a_whole_round(last):
+    """A request that ends in its first or second step."""
+    steps = [Step(float(i), {0: [7]}) for i in range(last)]
+    assert window([*steps, Step(9.0, {0: [7]}, frozenset({0}))], 1) is None
+    assert window([Step(0.0, {0: [7]}), Step(1.0, {0: [7]})], 2) is None, "the second request never began"
+
+
+def test_batches_of_a_point_are_one_window():
+    assert joined([Window(8, 2, 4, 1.0), None, Window(2, 2, 2, 3.0)]) == Window(10, 4, 6, 4.0)
+    assert joined([None]) is None
+
+
+def test_groups_of_prompts():
+    prompts = [[1]] * 9
+    assert groups(prompts, 4, 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert groups(prompts, 8, 3) == [list(range(8))], "a whole batch at least"
+    assert groups(prompts, 4, 99) == [[0, 1, 2, 3], [4, 5, 6, 7]], "whole batches only"
+    with pytest.raises(ValueError, match="holds 9 prompts, fewer than 16"):
+        groups(prompts, 16, 8)
+
+
+def test_workload_files(tmp_path):
+    file = tmp_path / "code.jsonl"
+    file.write_text('{"prompt_token_ids": [1, 2, 3], "other": 1}\n\n{"prompt_token_ids": [4]}\n')
+    assert read_workload(file, 9) == [[1, 2, 3], [4]]
+    assert read_workload(file, 2) == [[4]]
+    with pytest.raises(ValueError, match="none of at most 0 tokens"):
+        read_workload(file, 0)
+    file.write_text('{"prompt_token_ids": [1]}\n{"text": "a"}\n')
+    with pytest.raises(ValueError, match=r"code\.jsonl:2: not an object with"):
+        read_workload(file, 9)
+
+
+# -- arms and options --------------------------------------------------------------------------------------------------
+
+
+def test_arms_by_name():
+    assert Arm.parse("plain").engine_arguments(arms.BOLE) == {}
+    assert Arm.parse("chain-5").engine_arguments(arms.BOLE) == {"speculative_config": {"method": "mtp", "num_speculative_tokens": 5}}
+    tree = Arm.parse("tree-16-d5-k3-v4096")
+    assert (tree.nodes, tree.num_drafts, tree.bole) == (16, 15, {"topk": 3, "max_depth": 5, "draft_vocab": 4096})
+    serial = Arm.parse("serial-8-d4").engine_arguments({"topk": 9, "debug": True})["additional_config"]["bole"]
+    assert serial == {"topk": 4, "max_depth": 4, "verify": "serial", "debug": True}, "an arm's own settings come first"
+    assert {Arm.parse(name).name for name in (*arms.DEFAULT, *arms.QUICK, *arms.TINY)} >= set(arms.TINY)
+    for wrong in ("tree", "tree-16", "chain-", "plain-2"):
+        with pytest.raises(ValueError, match="no arm"):
+            Arm.parse(wrong)
+    assert arms.select("plain,chain,tree-8-d2,chain-3", ()) == ("plain", "chain-2", "chain-3", "chain-5", "chain-7", "tree-8-d2")
+
+
+def parse(*words: str) -> Options:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return Options.from_args(parser.parse_args(words))
+
+
+def test_file_name_tells_a_full_run():
+    """Whoever reads marks takes the newest offline*.json, so only a complete run of every mark's points may write one."""
+    full = Options()
+    assert full.covers_marks and full.results_name(complete=True) == "offline"
+    assert full.results_name(complete=False) == "partial-offline"
+    less = ({"shapes": ("9b",)}, {"batches": (1, 8)}, {"arms": arms.QUICK}, {"workloads": ("code",)}, {"max_num_seqs": 8})
+    for other in (*less, {"parts_batches": (1,)}):
+        assert Options(**other).results_name(complete=True) == "partial-offline"
+    assert Options(tiny=True).results_name(complete=True) == "tiny-offline"
+
+
+def test_every_arm_gets_the_same_engine_arguments():
+    jobs = make_jobs(parse("--tiny", "--compilation", '{"mode": 0}'), Path("/nowhere"), Path("/nowhere"), "cpu")
+    own = {"speculative_config", "additional_config"}
+    shared = [{name: value for name, value in job.engine.items() if name not in own} for job in jobs]
+    assert len(jobs) == 3 and all(one == shared[0] for one in shared)
+    assert shared[0]["compilation_config"] == {"mode": 0} and shared[0]["enable_prefix_caching"] is False
+    assert [job.engine["additional_config"]["bole"]["graphs"] for job in jobs if "additional_config" in job.engine] == [True]
+    assert len({job.digest for job in jobs}) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shapes", "7b"], "no '7b'"),
+        (["--arms", "tree-8"], "no arm 'tree-8'"),
+        (["--batches", "1,x"], "numbers with commas"),
+        (["--batches", "4", "--max-num-seqs", "2"], "less than the largest batch"),
+        (["--model", "/nowhere"], "holds no config.json"),
+        (["--quick", "--full"], "exclude each other"),
+        (["--bole", "[1]"], "a JSON object"),
+    ],
+)
+def test_options_that_cannot_work(words, message):
+    with pytest.raises(SystemExit, match=message):
+        parse("--tiny", *words)
+
+
+# -- the path that served ----------------------------------------------------------------------------------------------
+
+
+def test_an_arm_must_be_served_by_its_own_path():
+    plain, chain, tree, serial = (Arm.parse(name) for name in ("plain", "chain-3", "tree-8-d4", "serial-8-d4"))
+    stock = {"worker": "vllm.v1.worker.Worker", "model": "vllm.m.M", "model_state": "vllm.s.S", "speculator": "vllm.p.P"}
+    ours = {name: f"bole_vllm.x.{name}" for name in stock}
+    assert path.wrong_classes(chain, stock) == [] and path.wrong_classes(tree, ours) == []
+    assert path.wrong_classes(plain, {**stock, "model_state": ours["model_state"]}) == [
+        "model_state is bole_vllm.x.model_state: stock vLLM expected"
+    ]
+    assert len(path.wrong_classes(tree, stock)) == 4
+    assert path.wrong_verify(tree, "closed_form") == path.wrong_verify(serial, "serial") == path.wrong_verify(plain, None) == []
+    assert path.wrong_verify(tree, "serial") and path.wrong_verify(serial, None)
+
+
+def test_rounds_must_be_of_the_arm_s_size():
+    plain, chain, tree = (Arm.parse(name) for name in ("plain", "chain-3", "tree-8-d4"))
+    assert path.wrong_rounds(plain, {}) == []
+    assert path.wrong_rounds(chain, {"drafts": 10, "draft_tokens": 30}) == []
+    assert path.wrong_rounds(chain, {"drafts": 0, "draft_tokens": 0}) == ["no round had drafts"]
+    assert path.wrong_rounds(chain, {"drafts": 10, "draft_tokens": 10}) == ["1.00 drafts a round"]
+    rows = {"rows": 12, "tree_rows": 10}  # two rows of their roots alone
+    assert path.wrong_rounds(tree, {**rows, "nodes": 82}) == []
+    assert path.wrong_rounds(tree, {**rows, "nodes": 42}) == ["4.00 nodes a tree instead of 8"]
+    assert path.wrong_rounds(tree, {"rows": 12, "tree_rows": 0, "nodes": 12}) == ["no tree was verified"]
+    assert path.change({"nodes": 5}, {"nodes": 7, "rows": 1}) == {"nodes": 2, "rows": 1}
+
+
+# -- what was emitted --------------------------------------------------------------------------------------------------
+
+
+def logits(tokens: list[int], *top: dict[int, float]) -> dict:
+    return {"tokens": tokens, "top": [[list(pair) for pair in place.items()] for place in top]}
+
+
+SURE = {1: 9.0, 2: 3.0}
+
+
+@pytest.mark.parametrize(
+    ("plain_top", "arm_top", "verdict"),
+    [
+        # bfloat16 numbers between 8 and 16 are 1/16 apart; a tie is four of those
+        ({5: 9.25, 6: 9.0}, {6: 9.0, 5: 9.0}, "tie"),
+        ({5: 9.3125, 6: 9.0}, {6: 9.0, 5: 9.0}, "beyond"),
+        ({5: 9.0, 6: 9.0}, {6: 10.0, 5: 9.0}, "beyond"),
+        ({5: 9.25, 6: 9.0}, None, "tie"),
+        (None, {6: 10.0, 5: 9.0}, "beyond"),
+        (None, None, "unjudged"),
+        ({5: 12.0, 7: 9.0}, None, "beyond"),  # the other token is not among the largest: below the last of them
+        ({5: 9.25, 7: 9.0}, None, "unjudged"),  # below 9.0, nobody knows how far
+    ],
+)
+def test_partings_are_judged_by_logits(plain_top, arm_top, verdict):
+    plain, arm = [[1, 5, 3], [4, 4, 4]], [[1, 6, 9], [4, 4, 4]]
+    sides = [None if top is None else [logits(text[0], SURE, top)] for text, top in ((plain, plain_top), (arm, arm_top))]
+    (found,) = texts.partings(plain, arm, *sides)
+    assert (found.prompt, found.position, found.verdict) == (0, 1, verdict)
+    counts = texts.equality([found], 2)
+    assert counts["equal"] == 1 and counts[verdict] == 1 and sum(counts[name] for name in ("tie", "beyond", "unjudged")) == 1
+
+
+def test_logits_of_another_text_do_not_judge():
+    """Recorded in a batch in which an earlier token already differed."""
+    other = [logits([2, 5, 3], SURE, {5: 99.0, 6: 0.0})]
+    (found,) = texts.partings([[1, 5, 3]], [[1, 6, 3]], other, None)
+    assert found.verdict == "unjudged"
+
+
+def test_repetition_is_flagged():
+    rng = range(100, 164)
+    fresh, loop = list(rng), [1, 2, 3, 4] * 16
+    assert texts.repetition([fresh, fresh]) == {"distinct_4grams": 1.0, "looping_share": 0.0, "looping": False}
+    found = texts.repetition([fresh, loop])
+    assert found["looping_share"] == 0.5 and found["looping"] is True and found["distinct_4grams"] == round((61 + 4) / 122, 3)
+
+
+# -- records to rows ---------------------------------------------------------------------------------------------------
+
+
+def sample(speed: float, workload: str = "code", batch: int = 1, wrong: tuple[str, ...] = ()) -> dict:
+    return {"workload": workload, "B": batch, "temperature": 0.0, "tokens_per_s": speed, "mat": speed / 10, "rounds_per_s": 10.0,
+            "counters": {}, "wrong_path": list(wrong)}  # fmt: skip
+
+
+def job(arm: str, **changes) -> Job:
+    fields = {"shape": "small", "arm": arm, "engine": {}, "weights": "w", "scale_up": False, "prompts": {"code": [[1]]},
+              "points": [("code", 1, 0.0)], "repeats": 3, "max_tokens": 4, "warmup_tokens": 1, "requests": 1, "parts_batches": [],
+              "trace": None, "commit": "c", "device": "d"}  # fmt: skip
+    return Job(**{**fields, **changes})
+
+
+def test_the_median_of_the_runs_counts():
+    record = Record("x", "9b", "chain-3", samples=[sample(30.0), sample(10.0), sample(20.0), sample(5.0, batch=2)])
+    first, second = point_rows([record])
+    assert (first["tokens_per_s"], first["mat"], first["runs"], first["B"]) == (20.0, 2.0, 3, 1)
+    assert first["tokens_per_s_runs"] == [30.0, 10.0, 20.0] and first["family"] == "chain"
+    assert (second["tokens_per_s"], second["runs"], second["B"]) == (5.0, 1, 2)
+
+
+def test_one_wrong_run_spoils_a_point():
+    record = Record("x", "9b", "tree-8-d4", samples=[sample(30.0), sample(10.0, wrong=("no tree was verified",))])
+    (row,) = point_rows([record])
+    assert row["status"] == "wrong path" and row["reason"] == "no tree was verified"
+    assert gates_failed([row], []) == ["9b tree-8-d4 code B=1: no tree was verified"]
+    (row,) = with_ratios([row])
+    assert not row["chosen"] and best_of([row], "tree") == {}
+
+
+def test_texts_are_compared_with_plain_of_the_same_point():
+    plain = Record("x", "9b", "plain", samples=[sample(1.0)], texts={"code/1/0": [[1, 2]]})
+    plain.logits = {"code": [logits([1, 2], SURE, {2: 9.0, 3: 1.0})]}
+    tree = Record("x", "9b", "tree-8-d4", samples=[sample(2.0)], texts={"code/1/0": [[1, 3]]})
+    other = Record("x", "27b", "tree-8-d4", samples=[sample(2.0)], texts={"code/1/0": [[1, 3]]})
+    rows = with_ratios(point_rows([plain, tree, other]))
+    assert "equality" not in rows[0] and "equality" not in rows[2], "another shape's plain decoding is no reference"
+    assert rows[1]["equality"]["beyond"] == 1
+    assert gates_failed(rows, []) == ["9b tree-8-d4 code B=1: 1 prompts part from plain decoding beyond a tie"]
+    assert equality_table(rows).loc[("9b", "tree-8-d4"), "beyond"] == 1
+
+
+def test_what_is_missing_is_said():
+    jobs = [job("plain"), job("chain-3"), job("tree-8-d20"), job("chain-5")]
+    records = [
+        Record("x", "small", "plain", "ok", samples=[sample(1.0)] * 3),
+        Record("x", "small", "chain-3", "partial", "the time budget is spent", samples=[sample(1.0)]),
+        Record("x", "small", "tree-8-d20", "refused", "too deep"),
+        Record("x", "small", "chain-5", "error", "out of memory", failed=[{"what": "parts", "reason": "no round"}]),
+    ]
+    found = [(one["arm"], one["what"], one["reason"]) for one in not_measured(jobs, records)]
+    assert found == [
+        ("chain-3", "all 3 runs of code/1/0", "partial: the time budget is spent"),
+        ("tree-8-d20", "all points", "refused: too deep"),
+        ("chain-5", "all points", "error: out of memory"),
+        ("chain-5", "parts", "no round"),
+    ]
+    assert not is_complete(jobs, records)
+    assert is_complete([jobs[0], jobs[2]], [records[0], records[2]]), "what the engine refuses is answered"
+
+
+def test_engines_that_are_not_comparable_are_named():
+    settings = {"async_scheduling": True, "enforce_eager": False, "compilation_mode": "NONE", "cudagraph_mode": "FULL"}
+    plain = Record("x", "9b", "plain", engine=settings)
+    eager = Record("x", "9b", "tree-8-d4", engine={**settings, "cudagraph_mode": "NONE"})
+    refused = Record("x", "9b", "tree-8-d20")
+    found = unequal_settings([plain, eager, refused, Record("x", "27b", "tree-8-d4", engine=settings)])
+    assert found == ["9b tree-8-d4: cudagraph_mode NONE, plain decoding FULL"]
+
+
+def test_a_record_is_continued_by_an_equal_job_only(tmp_path):
+    file, first = tmp_path / "r.json", job("plain")
+    record = Record.open(file, first)
+    record.samples.append(sample(1.0))
+    record.save(file)
+    assert Record.open(file, job("plain")).runs(("code", 1, 0.0)) == 1
+    moved = job("plain", engine={"model": "/elsewhere"}, trace=None)
+    assert Record.open(file, moved).runs(("code", 1, 0.0)) == 1
+    for other in ({"max_tokens": 5}, {"engine": {"dtype": "bfloat16"}}, {"weights": "v"}, {"commit": "d"}, {"trace": "/tmp"}):
+        assert Record.open(file, job("plain", **other)).samples == []
+    first.write(tmp_path / "j.json")
+    assert Job.read(tmp_path / "j.json") == first
+    file.write_text(file.read_text()[:-5])
+    assert Record.open(file, first).samples == [], "cut off"
+
+
+# -- baselines, settings, marks ----------------------------------------------------------------------------------------
+
+
+def row(arm: str, speed: float, workload: str = "code", batch: int = 1, shape: str = "9b", **fields) -> dict:
+    return {"shape": shape, "workload": workload, "B": batch, "temperature": 0.0, "arm": arm, "family": Arm.parse(arm).family,
+            "status": "ok", "tokens_per_s": speed, "mat": 1.0, "rounds_per_s": 1.0, **fields}  # fmt: skip
+
+
+def test_one_setting_for_all_workloads_of_a_batch_size():
+    """The arm of the best geometric mean, though it is the best at neither workload; another one at another batch size."""
+    rows = [
+        row("tree-8-d4", 10.0), row("tree-8-d4", 40.0, "summary"),
+        row("tree-16-d5", 30.0), row("tree-16-d5", 30.0, "summary"),
+        row("tree-32-d8", 35.0), row("tree-32-d8", 20.0, "summary"),
+        row("tree-8-d4", 50.0, batch=8), row("tree-8-d4", 50.0, "summary", batch=8), row("tree-16-d5", 99.0, batch=8),
+        row("plain", 10.0), row("plain", 60.0, "summary"),
+    ]  # fmt: skip
+    assert tree_settings(rows) == {("9b", 1, 0.0): "tree-16-d5", ("9b", 8, 0.0): "tree-8-d4"}, "an arm without a workload is not chosen"
+    rows = with_ratios(rows)
+    assert chosen_ratios(rows, "plain") == {("9b", "code", 1, 0.0): 3.0, ("9b", "summary", 1, 0.0): 0.5}
+    assert chosen_table(rows).set_index("B").loc[1, "x plain"] == pytest.approx(1.5**0.5)
+
+
+def test_the_fastest_chain_of_each_point_is_the_baseline():
+    rows = [
+        row("chain-2", 20.0), row("chain-7", 25.0), row("chain-2", 30.0, batch=2), row("chain-7", 5.0, batch=2),
+        row("chain-3", 99.0, status="wrong path"), row("tree-8-d4", 50.0), row("tree-8-d4", 24.0, batch=2), row("serial-8-d4", 25.0),
+    ]  # fmt: skip
+    rows = with_ratios(rows)
+    trees = [one for one in rows if one["family"] == "tree"]
+    assert [(one["best_chain"], one["x_best_chain"]) for one in trees] == [("chain-7", 2.0), ("chain-2", 0.8)]
+    assert trees[0]["x_best_serial"] == 2.0 and "x_best_serial" not in trees[1] and "x_plain" not in trees[0]
+    assert slower_points(rows) == [
+        {"shape": "9b", "workload": "code", "B": 2, "temperature": 0.0, "arm": "tree-8-d4", "chosen": True, "baseline": "best chain",
+         "ratio": 0.8}
+    ]  # fmt: skip
+
+
+def full_run() -> tuple[list[dict], list[dict], list[dict]]:
+    """(rows, parts, memory) in which every mark is just reached."""
+    speeds = {"plain": 100.0, "chain-2": 200.0, "chain-3": 240.0, "chain-5": 239.0, "chain-7": 150.0, "serial-16-d5": 200.0,
+              "tree-16-d5": 300.0, "tree-32-d8": 280.0}  # fmt: skip
+    rows = [row(arm, speed, workload, batch, shape) for shape, workload, batch, _ in grid() for arm, speed in speeds.items()]
+    part = {"shape": "9b", "status": "ok", "workload": "code", "arm": "tree-16-d5", "verify_ms": 7.0, "draft_ms": 2.5}
+    parts = [
+        {**part, "B": 1, "round_ms": 10.0, "arm": "tree-32-d8"},
+        {**part, "B": 1, "round_ms": 10.0, "verify_ms": 7.0},
+        {**part, "B": 16, "round_ms": 10.5},
+    ]
+    parts[1]["verify_ms"] = 10.0 - 2.5 - 0.6
+    engine = {"kv_tokens": 980, "kv_bytes": 980, "mtp_bytes": 10, "spec_blocks": 0, "max_num_seqs": 16}
+    memory_rows = []
+    for shape in ("9b", "27b"):
+        plain = {**engine, "shape": shape, "arm": "plain", "kv_tokens": 1020, "kv_bytes": 1010, "mtp_bytes": 0}
+        memory_rows += memory.compare([plain, {**engine, "shape": shape, "arm": "tree-16-d5"}])
+    return with_ratios(rows), parts, memory_rows
+
+
+def test_marks_of_a_run_that_reaches_them():
+    marks = offline_marks(*full_run())
+    assert [mark.name for mark in marks if not mark.ok] == []
+    assert [round(mark.value, 6) for mark in marks] == [3.0, 1.25, 1.5, 25.0, 0.6, 1.0, 0.98]
+    assert len({mark.name for mark in marks}) == 7
+
+
+def change(rows: list[dict], arm: str, factor: float, **labels) -> list[dict]:
+    changed = [dict(one) for one in rows]
+    for one in changed:
+        if one["arm"] == arm and all(one[key] == value for key, value in labels.items()):
+            one["tokens_per_s"] *= factor
+    return with_ratios(changed)
+
+
+@pytest.mark.parametrize(
+    ("arm", "factor", "labels", "missed"),
+    [
+        ("tree-16-d5", 0.9, {"shape": "27b", "B": 4, "workload": "code"}, [0, 1, 2]),
+        ("plain", 1.01, {}, [0]),
+        ("chain-5", 1.2, {"workload": "summary"}, [1]),  # it becomes the best chain there
+        ("serial-16-d5", 1.01, {"B": 1}, [2]),
+    ],
+)
+def test_one_slower_point_misses_the_geometric_mean(arm, factor, labels, missed):
+    rows, parts, memory_rows = full_run()
+    marks = offline_marks(change(rows, arm, factor, **labels), parts, memory_rows)
+    assert [index for index, mark in enumerate(marks) if not mark.ok] == missed
+
+
+def test_what_was_not_measured_is_not_reached():
+    """No rows; a point without an arm of the baseline; a chain length that nobody measured; other parts and engines."""
+    rows, parts, memory_rows = full_run()
+    for found in (offline_marks([], [], []), offline_marks(with_ratios([{**one, "status": "wrong path"} for one in rows]), parts, [])):
+        assert len(found) == 7 and all(mark.value is None and not mark.ok for mark in found)
+    point = {"shape": "9b", "workload": "code", "B": 8}
+    lost = [one for one in rows if one["arm"] != "chain-7" or any(one[key] != value for key, value in point.items())]
+    marks = offline_marks(with_ratios(lost), parts, memory_rows)
+    assert [mark.value is None for mark in marks] == [False, True, False, False, False, False, False]
+    assert "1 of 32 points lack an arm" in marks[1].note
+    no_serial = with_ratios([one for one in rows if one["family"] != "serial"])
+    marks = offline_marks(no_serial, parts[:1], memory_rows[:2])
+    assert [mark.value is None for mark in marks] == [False, False, True, True, True, True, True]
+
+
+def test_parts_of_the_setting_that_is_chosen():
+    """At 16 requests, which were not timed, the setting of 8 counts."""
+    rows, parts, memory_rows = full_run()
+    rows = change(rows, "tree-32-d8", 1.5, B=8)
+    marks = offline_marks(rows, [*parts, {**parts[2], "arm": "tree-32-d8", "round_ms": 11.0}], memory_rows)
+    assert (marks[5].value, marks[5].note, marks[5].ok) == (1.5, "tree-32-d8", False)
+    assert marks[4].note == "tree-16-d5"
+
+
+def test_looping_text_is_named():
+    rows, parts, memory_rows = full_run()
+    rows[0] |= {"looping": True, "distinct_4grams": 0.2}
+    assert looping(rows) == ["9b code B=1 T=0 plain: 0.2 of 4-grams distinct"]
+    for one in rows:
+        one |= {"looping": one["workload"] == "code", "distinct_4grams": 0.2}
+    assert offline_marks(rows, parts, memory_rows)[0].note == "8 of 32 points hold looping text"
+
+
+def test_memory_against_a_plain_engine_with_the_head():
+    """Plain: 1000 bytes, 2000 tokens. The head takes 100; a tree engine keeps 450 of the 900, at one token a byte."""
+    rows = memory.compare([
+        {"arm": "plain", "kv_tokens": 2000, "kv_bytes": 1000, "mtp_bytes": 0, "spec_blocks": 0},
+        {"arm": "chain-3", "kv_tokens": 225, "kv_bytes": 900, "mtp_bytes": 100, "spec_blocks": 3},
+        {"arm": "tree-8-d4", "kv_tokens": 450, "kv_bytes": 450, "mtp_bytes": 100, "spec_blocks": 0},
+    ])  # fmt: skip
+    assert [one["x_plain_mtp"] for one in rows] == [2.2222, 0.25, 0.5]
+    assert [one["x_plain"] for one in rows] == [1.0, 0.1125, 0.225]
+    alone = Record("x", "9b", "tree-8-d4", memory={"kv_tokens": 450, "kv_bytes": 450, "mtp_bytes": 100, "spec_blocks": 0})
+    assert rows_of_memory([alone])[0]["x_plain_mtp"] is None
+
+
+def test_tables_and_pictures(tmp_path):
+    rows, parts, memory_rows = full_run()
+    table = pivot(rows, "tokens_per_s")
+    assert table.loc[("27b", 0.0, "code", 4), "chain-3"] == 240.0 and next(iter(table.columns)) == "plain"
+    filled = [{"sample_ms": 0.1, "commit_ms": 0.1, "prepare_ms": 0.1, "other_ms": 0.1, **part} for part in parts]
+    pictures = draw(rows, filled, memory_rows, tmp_path, "offline", "title")
+    assert {file.name for file in pictures} == {f"offline-{name}.png" for name in ("throughput-9b", "throughput-27b", "round", "memory")}
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in pictures)
+
+
+# -- parts of a round --------------------------------------------------------------------------------------------------
+
+
+def test_parts_add_up_to_the_round():
+    """Logits inside sampling are the target's; the forward inside execute_model is not preparation. Seconds in, milliseconds out."""
+    spans = [
+        Span("prepare", 0.0, 3.0, [Span("verify", 1.0, 3.0, [Span("verify", 1.5, 2.5)])]),
+        Span("sample", 3.0, 5.0, [Span("verify", 3.5, 4.0)]),
+        Span("commit", 5.0, 5.25),
+        Span("draft", 6.0, 7.0),
+    ]
+    found = parts_of(Round(0.0, 1, spans), Round(8.0, 1))
+    assert found == {"prepare": 1000, "verify": 2500, "sample": 1500, "commit": 250, "draft": 1000, "other": 1750, "round": 8000}
+    slower = {name: 3 * value for name, value in found.items()}
+    assert medians([found, slower, found])["other_ms"] == 1750 and medians([]) is None
+
+
+def test_kernels_belong_to_the_scope_of_their_launch():
+    """Kernels of one graph have the graph's launch; a scope inside another is meant; times of launch count, not of execution."""
+
+    def event(cat, name, ts, dur=0.0, correlation=None, tid=1):
+        return {
+            "cat": cat,
+            "name": name,
+            "ts": ts,
+            "dur": dur,
+            "tid": tid,
+            "args": {} if correlation is None else {"correlation": correlation},
+        }
+
+    events = [
+        event("user_annotation", "part:prepare", 0, 100),
+        event("user_annotation", "part:verify", 50, 40),
+        event("user_annotation", "part:draft", 200, 50),
+        event("user_annotation", "other scope", 0, 1000),
+        event("cuda_runtime", "cudaGraphLaunch", 60, 5, 7),
+        event("cuda_runtime", "cudaLaunchKernel", 95, 1, 8),
+        event("cuda_driver", "cuLaunchKernel", 210, 1, 9),
+        event("cuda_runtime", "cudaLaunchKernel", 150, 1, 10),
+        event("cuda_runtime", "cudaLaunchKernel", 60, 1, 11, tid=2),
+        event("kernel", "gemm", 300, 30, 7),
+        event("kernel", "gemm", 330, 30, 7),
+        event("kernel", "copy", 360, 4, 8),
+        event("kernel", "gemm", 370, 10, 9),
+        event("gpu_memcpy", "Memcpy HtoD", 380, 2, 10),
+        event("kernel", "late", 390, 1, 11),
+    ]
+    found = [(one["part"], one["kernel"], one["calls"], one["us"]) for one in trace.kernels_by_part(events)]
+    assert found == [
+        ("verify", "gemm", 2, 60), ("draft", "gemm", 1, 10), ("prepare", "copy", 1, 4), ("other", "Memcpy HtoD", 1, 2),
+        ("other", "late", 1, 1),
+    ]  # fmt: skip
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_arm_that_fails_costs_only_itself(tmp_path):
+    """Neither arm can start an engine; the second has no time left either."""
+    done = []
+    jobs = [job("nonsense"), job("nonsense", shape="9b")]
+    (first,) = run_arms(jobs[:1], tmp_path, None, False, lambda records: done.append(len(records)))
+    assert first.status == "error" and "no arm 'nonsense'" in first.reason
+    records = run_arms(jobs[1:], tmp_path, 0.0, False, lambda records: done.append(len(records)))
+    assert records[0].status == "not started" and "budget" in records[0].reason
+    assert done == [1, 1]
+    assert not_measured(jobs[1:], records) == [
+        {"shape": "9b", "arm": "nonsense", "what": "all points", "reason": "not started: the time budget is spent"}
+    ]
+
+
+def test_arms_share_the_time_left():
+    assert share_of(100.0, 4, []) == 25.0
+    assert share_of(100.0, 4, [10.0, 20.0]) == 40.0, "twice the slowest start"
+    assert share_of(30.0, 4, [20.0]) == 30.0, "no more than there is"
+
+
+def test_a_refusal_is_told_from_an_error():
+    pytest.importorskip("vllm")
+    from pydantic import TypeAdapter, ValidationError
+
+    from bole_vllm.config import BoleConfig, BoleConfigError
+
+    with pytest.raises(BoleConfigError) as refused:
+        BoleConfig.parse({"max_depth": 20}, 7)
+    assert refusal(refused.value) == '"bole.max_depth" must be in 1..16, got 20.'
+    with pytest.raises(ValidationError) as invalid:
+        TypeAdapter(int).validate_python("x")
+    assert "integer" in refusal(invalid.value)
+    assert refusal(ValueError("No available memory for the cache blocks")) is None
+
+
+def command(*words: object) -> subprocess.CompletedProcess:
+    env = {**os.environ, "BOLE_COMMIT": "test"}  # records of another commit are not continued
+    env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # the benchmark says itself how much
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", "offline", *map(str, words)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=400
+    )
+
+
+def test_command_passes_through_without_a_gpu(tmp_path):
+    """The command as a user types it: three engines, their paths asserted, tokens compared, files written; and a second time from the
+    records, without an engine."""
+    pytest.importorskip("vllm")
+    words = ["--tiny", "--out", tmp_path / "out", "--records", tmp_path / "records"]
+    done = command(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads((tmp_path / "out" / "tiny-offline.json").read_text())
+    assert data["complete"] and data["not_measured"] == [] and data["gates_failed"] == []
+    assert data["timed"] is False and data["marks"] == [] and data["slower_points"] == []
+    assert {(one["arm"], one["status"]) for one in data["arms"]} == {(name, "ok") for name in arms.TINY}
+    rows = {(one["arm"], one["B"]): one for one in data["rows"]}
+    assert set(rows) == {(name, batch) for name in arms.TINY for batch in (1, 2)}
+    for (name, _), one in rows.items():
+        assert one["status"] == "ok" and one["tokens_per_s"] > 0
+        assert one["mat"] == 1.0 if name == "plain" else one["mat"] > 1.5, "a trained drafter on its own model's text"
+        counts = one.get("equality")
+        assert (counts is None) == (name == "plain")
+        assert counts is None or (counts["equal"] + counts["tie"] == 2 and counts["beyond"] == 0)
+    served = rows["tree-8-d4", 2]["counters"]
+    assert served["tree_rows"] > 0 and served["nodes"] - (served["rows"] - served["tree_rows"]) == 8 * served["tree_rows"]
+    parts = {one["arm"]: one for one in data["parts"]}
+    assert parts["plain"]["draft_ms"] == 0 and parts["tree-8-d4"]["draft_ms"] > 0 and parts["tree-8-d4"]["commit_ms"] > 0
+    assert all(one["verify_ms"] > 0 and one["rounds"] > 0 for one in parts.values())
+    engines = {one["arm"]: one for one in data["memory"]}
+    assert (engines["tree-8-d4"]["spec_blocks"], engines["chain-3"]["spec_blocks"]) == (0, 3)
+    assert all(2**26 < one["kv_bytes"] <= 2**27 for one in engines.values())
+    plain = json.loads((tmp_path / "records" / "small-plain.json").read_text())
+    for text in plain["logits"]["demo"]:
+        assert [max(place, key=lambda pair: pair[1])[0] for place in text["top"]] == text["tokens"], "greedy tokens have the largest logit"
+    assert {"device", "torch", "triton", "vllm", "commit", "command"} <= set(data["env"])
+    assert (tmp_path / "out" / "tiny-offline.txt").exists() and len(list((tmp_path / "out").glob("*.png"))) == 3
+    last = json.loads(done.stdout.strip().splitlines()[-1])
+    assert last["file"] == str(tmp_path / "out" / "tiny-offline.json") and last["not_measured"] == 0
+    logs = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "records").glob("*.log")}
+    again = command(*words)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "records").glob("*.log")} == logs, "an engine was started again"
+    assert json.loads((tmp_path / "out" / "tiny-offline.json").read_text())["rows"] == data["rows"]
+
+
+def test_large_shapes_are_checked_before_any_engine_starts(tmp_path):
+    """The demo model's heads are not those of 9b; and a folder that misses a workload."""
+    with pytest.raises(SystemExit, match="cannot be scaled up to 9b: head_dim differs"):
+        make_jobs(parse("--tiny", "--shapes", "9b", "--model", f"9b={DEMO_MODEL}"), tmp_path, tmp_path, "cpu")
+    (tmp_path / "code.jsonl").write_text('{"prompt_token_ids": [1]}\n')
+    options = parse("--tiny", "--workloads", str(tmp_path))
+    assert options.workloads == WORKLOADS
+    with pytest.raises(SystemExit, match=r"dialogue\.jsonl"):
+        make_jobs(options, tmp_path, tmp_path, "cpu")
+    (tmp_path / "workloads.json").write_text('{"tokenizer_sha256": "0"}')
+    with pytest.raises(SystemExit, match="made with another tokenizer than demo_model's"):
+        make_jobs(options, tmp_path, tmp_path, "cpu")
