@@ -25,7 +25,6 @@ def install(llm, monkeypatch) -> Counter:
     @torch.inference_mode()
     def capture(self, create_forward_fn, _description="") -> None:
         for descriptor in self._capture_descs[CUDAGraphMode.FULL]:
-            create_forward_fn(descriptor, warmup=True)(CUDAGraphMode.NONE)
             forward = create_forward_fn(descriptor, warmup=False)
             forward(CUDAGraphMode.NONE)
             self.graphs[descriptor] = forward

@@ -6,7 +6,7 @@ import pytest
 from e2e_helpers import PROMPTS, Script, generate, params, settled, stats, text_tokens
 from replayed_graphs import install
 
-TOKENS = 24
+TOKENS = 16
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def reference(engines):
     return prompts, settled(engines.one_node(), prompts, TOKENS)
 
 
-@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("count", [1, 3])
 def test_replayed_rounds_equal_plain_decoding(captured, reference, count):
     """One request fills its graph, three leave a row of theirs to nobody."""
     llm, replays = captured

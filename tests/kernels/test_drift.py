@@ -14,7 +14,7 @@ from bole_vllm.kernels.solve import tree_solve
 HK, HV, DIM, T = 1, 2, 64, 8
 CHANNELS = (2 * HK + HV) * DIM
 # the interpreter takes some 30 ms a round
-TOKENS = 10_000 if torch.cuda.is_available() else 400
+TOKENS = 10_000 if torch.cuda.is_available() else 240
 
 
 class Layer:
