@@ -19,8 +19,9 @@ $(VENV)/.ready: setup.py $(PINS)
 demo: setup
 	@$(RUN) $(BIN)/python -m examples.demo
 
+# Two workers, a file's tests on one of them (they share engines); without nobind vLLM would put both on the same cores.
 test: setup
-	$(RUN) $(BIN)/python -m pytest tests -q --durations=10
+	$(RUN) OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest tests -q -n 2 --dist loadfile --durations=10
 
 style: setup
 	$(BIN)/ruff check .

@@ -43,6 +43,7 @@ setup(
         "dev": [
             f"flash-linear-attention=={pins['FLASH_LINEAR_ATTENTION']}",
             "pytest",
+            "pytest-xdist",
             "pandas",
             "matplotlib",
             "ruff",
