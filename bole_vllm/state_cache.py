@@ -13,6 +13,9 @@ from bole_vllm.kernels.conv import NodeInputs
 from bole_vllm.kernels.solve import NODE_BLOCK
 from bole_vllm.kernels.topology import Forest
 
+# requests that a launch of the replay commit takes: at 64 a 9B model's scratch is 170 MiB, and the card is full long before
+REPLAY_REQUESTS = 64
+
 
 @dataclass
 class LayerFactors:
@@ -54,7 +57,8 @@ class RoundFactors:
         r = buffer(1, hv, dv)[0] if config.tree_size > NODE_BLOCK else None
         width = config.max_depth + 1
         self.snapshots = buffer(keep, hv, dv, dk) if serial else None
-        self.work = None if factor or serial else ReplayWork.allocate(keep, forest.max_requests, width, hk, dk, hv, dv, dtype, device)
+        at_once = min(forest.max_requests, REPLAY_REQUESTS)
+        self.work = None if factor or serial else ReplayWork.allocate(keep, at_once, width, hk, dk, hv, dv, dtype, device)
         for i, layer in enumerate(layers):
             inputs = replace(shared, **{name: tensor[i] for name, tensor in self.kept.items()})
             u, snapshots = (None if kept is None else kept[i] for kept in (self.u, self.snapshots))

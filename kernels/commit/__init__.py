@@ -1,6 +1,7 @@
 from .factor import commit_factor
 from .layers import LayerTable
-from .replay import ReplayWork, commit_replay
+from .replay import commit_replay
 from .snapshot import commit_snapshot
+from .work import ReplayWork
 
 __all__ = ["LayerTable", "ReplayWork", "commit_factor", "commit_replay", "commit_snapshot"]

@@ -7,8 +7,6 @@ once, into a small work area of the request; the recurrence then reads them toke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -21,38 +19,10 @@ from ..topology import Forest
 from .conv import commit_conv, path_lengths
 from .factor import check_commit, state_tile
 from .layers import TL_DTYPE, LayerTable, load_pointer
+from .work import ReplayWork
 
 round_to, silu, add_tap = (device_function(f) for f in (pointwise.round_to, pointwise.silu, pointwise.add_tap))
 load_input, load_taps = device_function(node_inputs.load_input), device_function(node_inputs.load_taps)
-
-
-@dataclass
-class ReplayWork:
-    """k, v and gates along the accepted paths, written and read within one commit."""
-
-    k: torch.Tensor  # [L, R, P, HK, DK] activation dtype, not normalised
-    k_scale: torch.Tensor  # [L, R, P, HK] fp32
-    v: torch.Tensor  # [L, R, P, HV, DV] activation dtype
-    g: torch.Tensor  # [L, R, P, HV] fp32 log decay
-    beta: torch.Tensor  # [L, R, P, HV] fp32
-
-    @classmethod
-    def allocate(
-        cls, num_layers: int, max_requests: int, path_width: int, num_key_heads: int, head_k_dim: int, num_value_heads: int,
-        head_v_dim: int, dtype: torch.dtype, device,
-    ) -> ReplayWork:  # fmt: skip
-        """Room for paths of `path_width` nodes."""
-
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(num_layers, max_requests, path_width, *shape, dtype=dtype, device=device)
-
-        return cls(
-            k=empty(num_key_heads, head_k_dim, dtype=dtype),
-            k_scale=empty(num_key_heads),
-            v=empty(num_value_heads, head_v_dim, dtype=dtype),
-            g=empty(num_value_heads),
-            beta=empty(num_value_heads),
-        )
 
 
 @device_function
@@ -295,24 +265,35 @@ def commit_replay(
         g, beta: [L, capacity, HV] fp32, a node's own log decay and its linear write gate. x: [L, capacity, C], conv inputs in the conv
             state's dtype. Any stride of the first dimension, contiguous behind it.
         forest, path, path_len, src_slot, dst_slot, dst_len: as `commit_factor`.
-        work: for L layers, at least R requests and paths of Dp nodes, overwritten; None: allocated here.
+        work: for L layers and paths of Dp nodes, overwritten; fewer requests than R take more launches. None: allocated here, for R.
         round_products: round each product of the convolution to x.dtype; None: as native decode on this device does.
 
-    Three launches for all layers, requests and heads: inputs of the path, states, conv states (last, since the first reads them).
-    Raises ValueError on wrong shapes or dtypes, or a table without weights.
+    Three launches for all layers and heads and the requests that `work` holds: inputs of the path, states, conv states (last, since the
+    first reads them). Raises ValueError on wrong shapes or dtypes, or a table without weights.
     """
     heads, dim_v, keys, dim_k = layers.num_value_heads, layers.head_v_dim, layers.num_key_heads, layers.head_k_dim
     check_commit(layers, x, path, path_len, src_slot, dst_slot, dst_len, g=(g, (heads,)), beta=(beta, (heads,)))
     if layers.weight_ptr is None or layers.conv_width != CONV_WIDTH:
         raise ValueError(f"the replay needs conv weights of width {CONV_WIDTH}; the layer table has width {layers.conv_width}")
-    num_layers, num_requests, width = layers.num_layers, path_len.shape[0], path.shape[1]
+    num_requests, width = path_len.shape[0], path.shape[1]
     if num_requests == 0:
         return
     if work is None:
-        work = ReplayWork.allocate(num_layers, num_requests, width, keys, dim_k, heads, dim_v, x.dtype, x.device)
-    _check_work(work, (num_layers, num_requests, width, keys, dim_k), (heads, dim_v), x.dtype)
+        work = ReplayWork.allocate(layers.num_layers, num_requests, width, keys, dim_k, heads, dim_v, x.dtype, x.device)
+    work.check(layers.num_layers, width, (keys, dim_k), (heads, dim_v), x.dtype)
     if round_products is None:
         round_products = x.is_cuda and layers.weight_dtype == x.dtype and x.dtype != torch.float32
+    at_once = work.k.shape[1]
+    for first in range(0, num_requests, at_once):
+        part = slice(first, first + at_once)
+        slots = (t[:, part].contiguous() for t in (src_slot, dst_slot))
+        _replay(layers, g, beta, x, forest.node_offset[first:], path[part], path_len[part], *slots, dst_len[part], work, round_products)
+
+
+def _replay(layers, g, beta, x, node_offset, path, path_len, src_slot, dst_slot, dst_len, work: ReplayWork, round_products: bool) -> None:
+    """`commit_replay` of requests that the work area holds together; arguments already checked."""
+    heads, dim_v, keys, dim_k = layers.num_value_heads, layers.head_v_dim, layers.num_key_heads, layers.head_k_dim
+    num_layers, num_requests, width = layers.num_layers, path_len.shape[0], path.shape[1]
     has_bias = layers.bias_ptr is not None
     overlap = overlaps(x.device)
     sizes = {"HK": keys, "HV": heads, "DK": dim_k, "DV": dim_v}
@@ -325,7 +306,7 @@ def commit_replay(
         g,
         beta,
         x,
-        forest.node_offset,
+        node_offset,
         path,
         path_len,
         src_slot,
@@ -382,23 +363,10 @@ def commit_replay(
         num_warps=warps,
         **launch_options(overlap),
     )
-    commit_conv(layers, x, forest.node_offset, path, path_len, src_slot, dst_slot, dst_len)
+    commit_conv(layers, x, node_offset, path, path_len, src_slot, dst_slot, dst_len)
 
 
 def _inputs_tile(path_width: int, num_heads: int) -> tuple[int, int]:
     """Tokens and heads of one program; the interpreter pays per operation, not per element."""
     tokens = triton.next_power_of_2(path_width)
     return (min(32, tokens), min(16, triton.next_power_of_2(num_heads))) if INTERPRET else (min(8, tokens), 2)
-
-
-def _check_work(work: ReplayWork, wanted: tuple[int, int, int, int, int], value_heads: tuple[int, int], dtype: torch.dtype) -> None:
-    num_layers, num_requests, width, *key_heads = wanted
-    rows = tuple(work.k.shape[:3])
-    if rows[0] != num_layers or rows[1] < num_requests or rows[2] < width:
-        raise ValueError(f"work: room for {num_layers} layers, {num_requests} requests and {width} nodes is needed, got {rows}")
-    fields = {"k": (tuple(key_heads), dtype), "k_scale": (tuple(key_heads[:1]), torch.float32), "v": (value_heads, dtype)}
-    fields |= dict.fromkeys(("g", "beta"), (value_heads[:1], torch.float32))
-    for name, (shape, kind) in fields.items():
-        tensor = getattr(work, name)
-        if tuple(tensor.shape) != (*rows, *shape) or tensor.dtype != kind or not tensor.is_contiguous():
-            raise ValueError(f"work.{name}: expected contiguous {kind} {(*rows, *shape)}, got {tensor.dtype} {tuple(tensor.shape)}")

@@ -9,7 +9,7 @@ import torch
 from conftest import make_forest, path_to, random_parents
 from test_solve import BOUND, cancel, integer_problem, make_problem, relative
 
-from bole_vllm.kernels.commit import LayerTable, commit_factor, commit_replay, commit_snapshot
+from bole_vllm.kernels.commit import LayerTable, ReplayWork, commit_factor, commit_replay, commit_snapshot
 from bole_vllm.kernels.commit.naive import commit_factor as naive_factor
 from bole_vllm.kernels.commit.naive import commit_replay as naive_replay
 from bole_vllm.kernels.commit.naive import commit_snapshot as naive_snapshot
@@ -330,3 +330,20 @@ def test_empty_problem_writes_nothing(device):
     for kind in ("factor", "replay"):
         getattr(caches, kind)(make_forest([[], []], device, max_nodes=4), *args)
         assert_same(caches, before, bound=0 + 1e-300)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_replay_in_parts_changes_no_bit(at_once, device):
+    """A work area for fewer requests than there are: more launches, the same states."""
+    seed = 190
+    gen = torch.Generator().manual_seed(seed)
+    trees = [random_parents(n, 4, gen) for n in (5, 1, 9, 3, 7)]
+    paths = [path_to(tree, len(tree) - 1) for tree in trees]
+    slots = [[r + 1 for r in range(5)]]
+    args = path_tensors(paths, slots, [[[slot, 0] for slot in slots[0]]], [[len(path), 0] for path in paths], device)
+    forest, caches = make_forest(trees, device), make_caches(seed, trees, device, layers=2)
+    want = caches.copy()
+    want.replay(forest, *args)
+    work = ReplayWork.allocate(2, at_once, args[0].shape[1], 1, 64, 2, 64, caches.x.dtype, device)
+    commit_replay(caches.table, caches.g, caches.beta, caches.x, forest, *args, work=work, round_products=False)
+    assert all(torch.equal(a, b) for a, b in zip(caches.ssm + caches.conv, want.ssm + want.conv, strict=True)), f"seed {seed}"
