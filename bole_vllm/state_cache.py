@@ -66,19 +66,22 @@ class RoundFactors:
         self.table: LayerTable | None = None
 
     @property
+    def _until_commit(self) -> list[torch.Tensor]:
+        """[layers, capacity, ...] what the commit reads of the nodes."""
+        return [self.x, *self.kept.values(), *(t for t in (self.u, self.snapshots) if t is not None)]
+
+    @property
     def bytes_per_node(self) -> int:
         """Bytes kept per tree node from a layer's verification to the commit, over all layers."""
-        kept = [self.x, *self.kept.values(), *(t for t in (self.u, self.snapshots) if t is not None)]
-        return sum(t.shape[0] * t[0, 0].numel() * t.element_size() for t in kept)
+        return sum(t.shape[0] * t[0, 0].numel() * t.element_size() for t in self._until_commit)
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of everything a round keeps or works in, for as many trees as the forest holds."""
         first = self.layers[0].factors
-        shared = [first.inputs, *(t for t in (first.z, first.y, first.r) if t is not None)]
-        tensors = [self.x, *self.kept.values(), *(t for t in (self.u, self.snapshots) if t is not None)]
-        for part in [*shared, *([] if self.work is None else [self.work])]:
-            tensors += [part] if isinstance(part, torch.Tensor) else vars(part).values()
+        tensors = [*self._until_commit, *vars(first.inputs).values(), *(t for t in (first.z, first.y, first.r) if t is not None)]
+        tensors += [] if self.work is None else vars(self.work).values()
+        # a layer's inputs are partly views of what is kept
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     def bind(self, group_of_layer: list[int]) -> None:

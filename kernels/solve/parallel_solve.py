@@ -114,7 +114,7 @@ def tree_solve(
     }
     strides = (*state.stride(), out_o.stride(0))
     if forest.max_nodes <= SMALL_NODES:
-        tile = min(dim_v, dim_v if INTERPRET else 64)
+        tile = dim_v if INTERPRET else min(dim_v, 64)
         tiles, stages = _tiles_of_a_program(forest.max_nodes, forest.max_requests * heads, heads // inputs.k.shape[1] * (dim_v // tile))
         small_solve_kernel[(heads * (dim_v // tile) // tiles, forest.max_requests)](
             *arguments,
