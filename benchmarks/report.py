@@ -7,7 +7,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,16 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def this_command() -> str:
+    """The command line of this run, as a user would type it."""
+    return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+
+
+def default_device() -> torch.device:
+    """The GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def package_version(*names: str) -> str | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from benchmarks.report import default_device, this_command
 
 STAGES = ("verify", "native", "precision", "commit", "attention")
 SEED = 20261130
@@ -50,12 +50,12 @@ class Options:
             out=args.out,
             jobs=args.jobs,
             shard=tuple(int(n) for n in args.shard.split("/")) if args.shard else None,
-            command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+            command=this_command(),
         )
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default_device()
 
     @property
     def timed(self) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 
 from benchmarks.models.shapes import SHAPES as LARGE_SHAPES
 from benchmarks.offline import arms
-from benchmarks.report import ROOT
+from benchmarks.report import ROOT, default_device, this_command
 
 SMALL = "small"
 SHAPES = (*LARGE_SHAPES, SMALL)
@@ -104,12 +102,12 @@ class Options:
             trace=args.trace,
             out=args.out,
             records=args.records,
-            command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+            command=this_command(),
         )
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default_device()
 
     @property
     def timed(self) -> bool:
