@@ -17,6 +17,7 @@ TESTS = {
     "test_kv_move.py::test_random_batches": 1,
     "test_topology.py::test_positions_match_naive": 1,
     "test_draft.py::test_against_oracle": 1,
+    "test_top_children.py::test_against_oracle": 1,
     "test_conv.py::test_matches_naive": 1,
     "test_factors.py::test_against_definition": 2,
     "test_solve.py::test_tiles_per_program_change_no_bit": 3,
@@ -52,15 +53,20 @@ def find_sanitizer() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", default=",".join(TOOLS))
-    tools = parser.parse_args().tools.split(",")
+    parser.add_argument("--jobs", type=int, default=4, help="processes of each tool; the tests take turns among them")
+    args = parser.parse_args()
     sanitizer, tests = find_sanitizer(), selected()
-    pytest = [sys.executable, "-m", "pytest", "-q", "-x", *tests]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x"]
     # compiled before: a kernel is checked when it runs, not while Triton compiles it
-    if subprocess.run(pytest, cwd=ROOT).returncode:
+    if subprocess.run([*pytest, *tests], cwd=ROOT).returncode:
         return 1
-    runs = [(tool, subprocess.Popen([sanitizer, "--tool", tool, "--error-exitcode", "9", *pytest], cwd=ROOT)) for tool in tools]
-    failed = [tool for tool, run in runs if run.wait()]
-    print(f"{len(tests)} tests under {', '.join(tools)}: {'failed in ' + ', '.join(failed) if failed else 'clean'}")
+    shards = [shard for i in range(args.jobs) if (shard := tests[i :: args.jobs])]
+    runs = []
+    for tool in args.tools.split(","):
+        command = [sanitizer, "--tool", tool, "--error-exitcode", "9", *pytest]
+        runs += [(tool, subprocess.Popen([*command, *shard], cwd=ROOT)) for shard in shards]
+    failed = sorted({tool for tool, run in runs if run.wait()})
+    print(f"{len(tests)} tests under {args.tools}: {'failed in ' + ', '.join(failed) if failed else 'clean'}")
     return 1 if failed else 0
 
 

@@ -127,7 +127,8 @@ def small_solve_kernel(
         b_kqs = state_dot(b_s1, b_kq1, b_kqs, True, STATE)
         b_ks, b_qs = tl.split(tl.permute(tl.reshape(b_kqs, (BV, 2, BT)), (0, 2, 1)))
         # what is not finite becomes 0 (0 * NaN would reach every row): the node's and its descendants' rows of Z and Y are NaN
-        b_r = finite_or_zero(b_beta * (to_fp32(b_v, INTERPRET) - (b_decay * b_k_scale)[None, :] * b_ks))
+        # an explicit fma: whether the compiler makes one of * and - differs with TILES, which would let the batch size change bits
+        b_r = finite_or_zero(b_beta * tl.fma(-(b_decay * b_k_scale)[None, :], b_ks, to_fp32(b_v, INTERPRET)))
         b_o = (b_decay * b_q_scale)[None, :] * b_qs
         if TILES == 1 and OVERLAP:
             wait_for_previous()
