@@ -91,11 +91,19 @@ def small_solve_kernel(
     p_y += node_start * (HV * D)
     p_o += row_start * stride_o_row
     p_u += node_start * (HV * DV)
-    # [DK / 2, 2 BT] halves of K^T beside Q^T
-    p_kq, m_kq = keys_and_queries(p_k, p_q, 0, num_nodes, i_hk, o_d, HK, DK, BT)
-    b_kq0 = tl.trans(tl.load(p_kq, mask=m_kq, other=0.0))
-    b_kq1 = tl.trans(tl.load(p_kq + HALF, mask=m_kq, other=0.0))
     o_key = o_t * HK + i_hk
+    if TILES == 1:
+        # [DK / 2, 2 BT] halves of K^T beside Q^T
+        p_kq, m_kq = keys_and_queries(p_k, p_q, 0, num_nodes, i_hk, o_d, HK, DK, BT)
+        b_kq0 = tl.trans(tl.load(p_kq, mask=m_kq, other=0.0))
+        b_kq1 = tl.trans(tl.load(p_kq + HALF, mask=m_kq, other=0.0))
+    else:
+        # [DK / 2, BT] halves apart: in a loop the one product's way back into two blocks costs more than its barrier
+        o_kq = o_key[:, None] * DK + o_d[None, :]
+        b_k0 = tl.trans(tl.load(p_k + o_kq, mask=m_t[:, None], other=0.0))
+        b_k1 = tl.trans(tl.load(p_k + HALF + o_kq, mask=m_t[:, None], other=0.0))
+        b_q0 = tl.trans(tl.load(p_q + o_kq, mask=m_t[:, None], other=0.0))
+        b_q1 = tl.trans(tl.load(p_q + HALF + o_kq, mask=m_t[:, None], other=0.0))
     b_k_scale = tl.load(p_k_scale + o_key, mask=m_t, other=0.0)
     b_q_scale = tl.load(p_q_scale + o_key, mask=m_t, other=0.0)
     b_level = tl.load(p_depth + o_t, mask=m_t, other=0)
@@ -122,10 +130,16 @@ def small_solve_kernel(
             b_y = dense_block(p_y, b_level, m_ancestor, o_rows, D)
             if HAS_U:
                 b_z = dense_block(p_z, b_level, m_ancestor, o_rows, D)
-        # [BV, 2 BT], then (K S)^T and (Q S)^T [BV, BT]
-        b_kqs = state_dot(b_s0, b_kq0, tl.full([BV, 2 * BT], 0.0, tl.float32), True, STATE)
-        b_kqs = state_dot(b_s1, b_kq1, b_kqs, True, STATE)
-        b_ks, b_qs = tl.split(tl.permute(tl.reshape(b_kqs, (BV, 2, BT)), (0, 2, 1)))
+        # (K S)^T and (Q S)^T [BV, BT]
+        if TILES == 1:
+            b_kqs = state_dot(b_s0, b_kq0, tl.full([BV, 2 * BT], 0.0, tl.float32), True, STATE)
+            b_kqs = state_dot(b_s1, b_kq1, b_kqs, True, STATE)
+            b_ks, b_qs = tl.split(tl.permute(tl.reshape(b_kqs, (BV, 2, BT)), (0, 2, 1)))
+        else:
+            b_ks = state_dot(b_s0, b_k0, tl.full([BV, BT], 0.0, tl.float32), True, STATE)
+            b_qs = state_dot(b_s0, b_q0, tl.full([BV, BT], 0.0, tl.float32), True, STATE)
+            b_ks = state_dot(b_s1, b_k1, b_ks, True, STATE)
+            b_qs = state_dot(b_s1, b_q1, b_qs, True, STATE)
         # what is not finite becomes 0 (0 * NaN would reach every row): the node's and its descendants' rows of Z and Y are NaN
         # an explicit fma: whether the compiler makes one of * and - differs with TILES, which would let the batch size change bits
         b_r = finite_or_zero(b_beta * tl.fma(-(b_decay * b_k_scale)[None, :], b_ks, to_fp32(b_v, INTERPRET)))
