@@ -156,8 +156,8 @@ def test_the_mixture_has_its_shares():
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tiny", [False, True])
-def test_every_shape_holds_its_small_model(shape, tiny):
-    config = small_config(shape, tiny)
+def test_every_shape_holds_the_small_model(shape, tiny):
+    config = small_config(tiny)
     assert config["head_dim"] == 256 and config["linear_key_head_dim"] == config["linear_value_head_dim"] == 128
     assert scaled_config(shape, config)["hidden_size"] == SHAPES[shape]["hidden_size"]
 

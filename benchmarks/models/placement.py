@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -82,13 +81,11 @@ def place_layers(small: list[str], big: list[str]) -> list[int]:
     return places
 
 
-def width_factor(small: int, big: int) -> int:
-    """sqrt(big / small), a power of two: multiplying by it, or dividing, is exact in any floating-point format."""
-    ratio, rest = divmod(big, small)
-    factor = math.isqrt(ratio)
-    if rest or factor * factor != ratio or factor & (factor - 1) or ratio < 1:
-        raise ValueError(f"hidden sizes {small} and {big}: their ratio must be a power of four, so that its root scales exactly")
-    return factor
+def place_channels(small: int, big: int) -> tuple[Axis, Axis]:
+    """Places of the residual stream's channels where they are written, which are all of `big`, and where they are read: the first copy."""
+    if small > big or big % small:
+        raise ValueError(f"hidden sizes {small} and {big}: the larger must be a multiple of the smaller, since it holds whole copies")
+    return Axis(small, big, torch.arange(big) % small, torch.arange(big)), Axis.leading(small, big, "hidden_size")
 
 
 def _rope(config: dict) -> dict:
@@ -108,7 +105,7 @@ def check_configs(small: dict, big: dict) -> None:
     if is_moe(small):
         raise ValueError("the small model must be dense")
     if big.get("tie_word_embeddings", False):
-        raise ValueError("the large model must have tie_word_embeddings false: its head is scaled otherwise than its embedding")
+        raise ValueError("the large model must have tie_word_embeddings false: its head reads one copy of the channels")
     for config in (small, big):
         if len(layer_types(config)) != config["num_hidden_layers"]:
             raise ValueError(f"{len(layer_types(config))} layer_types for {config['num_hidden_layers']} layers")
@@ -123,14 +120,13 @@ class Placement:
         def pair(key: str) -> tuple[int, int]:
             return small[key], big[key]
 
-        self.factor = width_factor(*pair("hidden_size"))
+        self.hidden, self.read = place_channels(*pair("hidden_size"))
         self.layers = place_layers(layer_types(small), layer_types(big))  # small layer -> large layer
         keys, self.value_heads = place_heads(pair("linear_num_key_heads"), pair("linear_num_value_heads"), "linear attention")
         kv_heads, heads = place_heads(pair("num_key_value_heads"), pair("num_attention_heads"), "attention")
         key_dim, value_dim, head_dim = (small[key] for key in ("linear_key_head_dim", "linear_value_head_dim", "head_dim"))
         self.vocab = Axis.leading(*pair("vocab_size"), "vocab_size")
-        self.hidden = Axis.leading(*pair("hidden_size"), "hidden_size")
-        self.joined = self.hidden.then(self.hidden)  # input of the MTP's fc: embedding, then hidden state
+        self.joined = self.read.then(self.read)  # input of the MTP's fc: embedding, then hidden state
         self.values = self.value_heads.times(value_dim)
         self.qkv = keys.times(key_dim).then(keys.times(key_dim)).then(self.values)
         self.queries = heads.times(head_dim)

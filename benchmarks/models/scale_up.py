@@ -1,16 +1,15 @@
 """Function-preserving scale-up: the weights of a large Qwen3.5 text model that computes exactly what a small trained one computes.
 
-h, H are the hidden sizes, s = sqrt(H / h), a power of two. The large model's residual stream is [s * x, 0, ...] for the small model's x
-[..., h]. Its mean square over H equals that of x over h, so a norm with the same epsilon and gains yields s times the small model's
+The large model's residual stream is [x, x, ...] for the small model's x: as many copies as fit, so the ratio of the hidden sizes must be
+a whole number. The mean square of all copies is that of one, so norms with the same epsilon and gains give copies of the small model's
 output. Hence
-  * what writes to the stream (embedding, o_proj, out_proj, down_proj) is multiplied by s;
-  * what reads a norm's output (input projections, head) is divided by s;
-  * the MTP's fc does both and stays as it is.
-All of these factors are exact in bf16, so every rounding point of the large model rounds what the small one rounds, scaled; only the order
-in which a matrix product adds up may differ, as its zeros make it longer.
+  * what writes to the stream (embedding, fc, o_proj, out_proj, down_proj) and the norms write every copy;
+  * what reads a norm's output (input projections, fc, head) reads the first copy, its weights for the others are zero.
+No weight is scaled: every rounding point of the large model rounds the number that the small one rounds there, and only the order in
+which a matrix product or a norm adds up may differ.
 
-Added heads, MLP channels, experts and layers compute on random weights, and their residual writes are zero; added hidden channels stay
-exactly zero. Added vocabulary needs a constant channel (constant_channel.py): its head rows read that with EXTRA_ROW_WEIGHT. A mixture of
+Added heads, MLP channels, experts and layers compute on random weights over all copies, and their residual writes are zero. Added
+vocabulary needs a constant channel (constant_channel.py): its head rows read that with EXTRA_ROW_WEIGHT. A mixture of
 experts holds the small MLP as its shared expert, whose gate reads the constant channel with SHARED_GATE_WEIGHT and is 1 to the last bit.
 """
 
@@ -32,9 +31,9 @@ from benchmarks.models.constant_channel import EMBEDDING, constant_of
 from benchmarks.models.placement import Axis, Placement
 from benchmarks.models.shapes import is_moe, layer_types
 
-READ_STD = 0.02  # of random input projections: with inputs s * x of h channels, outputs of spread about 0.02 * sqrt(H)
-EXTRA_ROW_WEIGHT = -(2.0**20)  # the final norm's constant channel, s times at least 1/1000 or so, makes it a logit below -1000
-SHARED_GATE_WEIGHT = 2.0**14  # sigmoid is 1 in fp32 above 17
+READ_STD = 0.02  # of random input projections: inputs of spread 1 over H channels give outputs of spread about 0.02 * sqrt(H)
+EXTRA_ROW_WEIGHT = -(2.0**22)  # the final norm's constant channel, at least 1/1000 or so, makes it a logit below -1000
+SHARED_GATE_WEIGHT = 2.0**16  # sigmoid is 1 in fp32 above 17
 HEAD = "lm_head.weight"
 _LAYER = re.compile(r"^(model|mtp)\.layers\.(\d+)\.(.+)$")
 
@@ -56,12 +55,11 @@ def log_decay_rate(out: Tensor, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a large tensor comes about: `fill` everywhere, then the small tensor of name `source` times `scale` at the places of `rows` and
-    `columns` (no columns: whole rows of shape `rest`)."""
+    """How a large tensor comes about: `fill` everywhere, then in its `rows` the small tensor of name `source`, at the places of `columns`
+    and 0 elsewhere (no columns: whole rows of shape `rest`)."""
 
     rows: Axis
     columns: Axis | None = None
-    scale: float = 1.0
     fill: Fill = zero
     source: str | None = None
     rest: tuple[int, ...] = ()
@@ -101,22 +99,22 @@ class ScaleUp:
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
         out = rule.fill(torch.empty(rule.shape(), dtype=dtype, device=device), generator)
         if isinstance(rule, Rule) and rule.source is not None:
-            part = self.state[rule.source].detach().to(device, dtype) * rule.scale
-            part = part[rule.rows.source.to(device)]
+            part = self.state[rule.source].detach().to(device, dtype)[rule.rows.source.to(device)]
             target = rule.rows.target.to(device)
             if rule.columns is None:
                 out[target] = part
             else:
+                out[target] = 0
                 out[target[:, None], rule.columns.target.to(device)] = part[:, rule.columns.source.to(device)]
         self._use_constant(name, out, generator)
         return out
 
     def _use_constant(self, name: str, out: Tensor, generator: torch.Generator) -> None:
         """What reads the constant channel: head rows of added tokens, gates of shared experts. Added embeddings hold it too."""
-        known, channel, s = self.place.vocab.small, self.place.hidden.small - 1, self.place.factor
+        known, width = self.place.vocab.small, self.place.hidden.small
+        channel = width - 1
         if name == EMBEDDING and self.extra_vocab:
-            out[known:, :channel].normal_(0, s * READ_STD, generator=generator)
-            out[known:, channel] = s * self.constant
+            out[known:, channel::width] = self.constant
         elif name == HEAD and self.extra_vocab:
             out[known:, channel] = EXTRA_ROW_WEIGHT
         elif name.endswith("shared_expert_gate.weight"):
@@ -140,16 +138,16 @@ class ScaleUp:
         """Rule of every tensor, in the order of the layers: target, head, MTP."""
         p, rules = self.place, {}
         hidden_norm = {"rows": p.hidden, "fill": normal(0.1)}
-        rules[EMBEDDING] = Rule(p.vocab, p.hidden, p.factor, zero, EMBEDDING)
+        rules[EMBEDDING] = Rule(p.vocab, p.hidden, normal(READ_STD), EMBEDDING)
         sources = {big: small for small, big in enumerate(p.layers)}
         for index, kind in enumerate(layer_types(self.big)):
             small = f"model.layers.{sources[index]}" if index in sources else None
             self._layer(rules, f"model.layers.{index}", small, kind)
         rules["model.norm.weight"] = Rule(**hidden_norm, source="model.norm.weight")
-        rules[HEAD] = Rule(p.vocab, p.hidden, 1 / p.factor, normal(READ_STD), HEAD if HEAD in self.state else EMBEDDING)
+        rules[HEAD] = Rule(p.vocab, p.read, normal(READ_STD), HEAD if HEAD in self.state else EMBEDDING)
         for name in ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight"):
             rules[name] = Rule(**hidden_norm, source=name)
-        rules["mtp.fc.weight"] = Rule(p.hidden, p.joined, 1.0, zero, "mtp.fc.weight")
+        rules["mtp.fc.weight"] = Rule(p.hidden, p.joined, zero, "mtp.fc.weight")
         for index in range(self.big.get("mtp_num_hidden_layers", 1)):
             self._layer(rules, f"mtp.layers.{index}", f"mtp.layers.{index}", "full_attention")
         return rules
@@ -165,17 +163,17 @@ class ScaleUp:
         parts |= self._mlp("mlp.shared_expert" if is_moe(self.big) else "mlp")
         for part, rule in parts.items():
             source = None if small is None else f"{small}.{part.replace('.shared_expert.', '.')}"
-            rules[f"{big}.{part}"] = Rule(rule.rows, rule.columns, rule.scale, rule.fill, source, rule.rest)
+            rules[f"{big}.{part}"] = Rule(rule.rows, rule.columns, rule.fill, source, rule.rest)
         if is_moe(self.big):
             rules.update({f"{big}.mlp.{part}": rule for part, rule in self._experts().items()})
 
     def _read(self, rows: Axis) -> Rule:
         """An input projection."""
-        return Rule(rows, self.place.hidden, 1 / self.place.factor, normal(READ_STD))
+        return Rule(rows, self.place.read, normal(READ_STD))
 
     def _write(self, columns: Axis) -> Rule:
         """An output projection."""
-        return Rule(self.place.hidden, columns, self.place.factor, zero)
+        return Rule(self.place.hidden, columns, zero)
 
     def _linear(self) -> dict[str, Rule]:
         """A Gated DeltaNet layer's own tensors."""
@@ -235,8 +233,8 @@ def scaled_weights(
 
     small_state: the small model's tensors, names and shapes of a `Qwen3_5ForCausalLM` checkpoint with its MTP, head tied or not.
     Every tensor comes in `dtype` on `device`, where its random part is drawn; `only` limits the names. ValueError at the call, not later,
-    where the large shape cannot hold the small model: head sizes, epsilon or rotary positions that differ, hidden sizes whose ratio is no
-    power of four, too few heads, channels or layers of a type, a larger vocabulary or a mixture of experts without a constant channel.
+    where the large shape cannot hold the small model: head sizes, epsilon or rotary positions that differ, a hidden size that is no
+    multiple, too few heads, channels or layers of a type, a larger vocabulary or a mixture of experts without a constant channel.
     """
     made = ScaleUp(small_state, small_config, big_config, seed)
     return ((name, made.tensor(name, dtype, device)) for name in made.rules if only is None or only(name))

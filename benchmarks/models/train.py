@@ -1,4 +1,4 @@
-"""`train`: a small hybrid model with its MTP head, trained on this machine's text for being scaled up to a large shape.
+"""`train`: a small hybrid model with its MTP head, trained on this machine's text for being scaled up to the large shapes.
 
 The demo model's recipe (examples/demo_model/README.md: two stages, the drafter's gradient reaching into the target) with three changes:
 text of five kinds (corpus.py), a hidden channel kept constant (constant_channel.py), and learning rates that fall as a cosine over time.
@@ -24,7 +24,6 @@ from benchmarks.models.demo import evaluate, model
 from benchmarks.models.demo import train as demo
 from benchmarks.models.loader import load_small
 from benchmarks.models.measure import measure
-from benchmarks.models.shapes import SHAPES
 from benchmarks.models.small import small_config
 from benchmarks.report import environment, package_version, write_json
 
@@ -32,7 +31,7 @@ CONSTANT = 0.125  # in every embedding's last channel; about the spread of the o
 LEAST_CONSTANT = 2**-10  # after a final norm; scale_up.EXTRA_ROW_WEIGHT counts on it
 RISE = 0.02  # share of a stage in which its learning rate rises
 POINTS = 20  # of the loss curve, in each stage
-SETTINGS = ("shape", "seed", "seconds", "look_ahead", "tiny", "compile")  # of the command, written to train.json
+SETTINGS = ("seed", "seconds", "look_ahead", "tiny", "compile")  # of the command, written to train.json
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def save(net: nn.Module, folder: Path) -> None:
 def train(args: argparse.Namespace) -> dict:
     """Train, save, measure what was saved. Returns what train.json holds."""
     limits, begin, on_gpu = TINY if args.tiny else Limits(), time.monotonic(), args.device.startswith("cuda")
-    config = small_config(args.shape, args.tiny)
+    config = small_config(args.tiny)
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
@@ -183,9 +182,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seconds", type=float, default=300, help="training time, without data preparation and compilation")
-    parser.add_argument("--shape", choices=SHAPES, default="9b", help="large shape that the model is meant for")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches; the split of the text does not depend on it")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="a model's folder: use its tokenizer, so that both read one workload")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="a model's folder: use its tokenizer")
     parser.add_argument("--look-ahead", type=float, default=2.0, help="factor on the drafter's gradient where it reaches the hidden states")
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=on_gpu)
