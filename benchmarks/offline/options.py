@@ -18,6 +18,8 @@ SMALL = "small"
 SHAPES = (*LARGE_SHAPES, SMALL)
 WORKLOADS = ("code", "dialogue", "structured", "summary")
 DEMO_MODEL = ROOT / "examples" / "demo_model"
+# the small model that large shapes are made of, unless told otherwise, with its held-out prompts
+CHECKPOINT = ROOT / "benchmarks" / "models" / "checkpoint"
 # what the marks are about
 MARK_SHAPES = ("9b", "27b")
 MARK_BATCHES = (1, 2, 4, 8)
@@ -218,7 +220,7 @@ def _numbers(text: str | None, option: str) -> tuple[int, ...] | None:
 
 def _models(given: list[str], shapes: tuple[str, ...], tiny: bool) -> dict[str, Path]:
     """Shape -> small checkpoint; PATH alone is for the shapes that are not named."""
-    named, rest = {}, DEMO_MODEL if tiny else None
+    named, rest = {}, DEMO_MODEL if tiny else CHECKPOINT
     for word in given:
         shape, equals, path = word.partition("=")
         if equals and shape in SHAPES:
@@ -227,23 +229,19 @@ def _models(given: list[str], shapes: tuple[str, ...], tiny: bool) -> dict[str, 
             rest = Path(word)
     found = {shape: named.get(shape, rest) for shape in shapes}
     for shape, path in found.items():
-        if path is None:
-            raise SystemExit(f"--model: which small checkpoint makes the shape {shape}? Give PATH or {shape}=PATH.")
         if not (path / "config.json").is_file():
             raise SystemExit(f"--model: {path} holds no config.json")
     return {shape: path.resolve() for shape, path in found.items()}
 
 
 def _folder(given: Path | None, tiny: bool) -> Path | None:
-    if given is None and not tiny:
-        raise SystemExit(f"--workloads: which folder holds {', '.join(f'{name}.jsonl' for name in WORKLOADS)}?")
-    return given
+    return CHECKPOINT / "workloads" if given is None and not tiny else given
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join
-    parser.add_argument("--model", action="append", default=[], metavar="[SHAPE=]PATH", help="small checkpoint; may be given per shape")
-    parser.add_argument("--workloads", type=Path, metavar="DIR", help='folder of NAME.jsonl, each line {"prompt_token_ids": [...]}')
+    parser.add_argument("--model", action="append", default=[], metavar="[SHAPE=]PATH", help="small checkpoint; may be given per shape (default: the project's)")
+    parser.add_argument("--workloads", type=Path, metavar="DIR", help='folder of NAME.jsonl, each line {"prompt_token_ids": [...]} (default: the project\'s)')
     parser.add_argument("--shapes", help=f"comma-separated, of {names(SHAPES)} (default: {names(MARK_SHAPES)})")
     parser.add_argument("--arms", help=f"comma-separated names or families ({names(arms.FAMILIES)}); default: {names(arms.DEFAULT)}")
     parser.add_argument("--kinds", metavar="NAMES", help=f"comma-separated workloads (default: {names(WORKLOADS)})")
