@@ -28,7 +28,10 @@ class TreeCPUMetadata:
         return replace(self, tree=tree)
 
     def all_rows(self) -> TreeRows:
-        """Every row of the batch: tree rows under their masks, the others causal."""
+        """Every row of the batch: tree rows under their masks, the others causal. Lengths are not read where trees are all there is: a
+        drafter's metadata is made once and its lengths mean nothing."""
+        if self.tree is not None and self.tree.covers_batch:
+            return self.tree
         num_rows = self.query_start_loc.diff()
         causal = torch.full_like(num_rows, -1)
         if self.tree is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from bole_vllm.kernels import precision as dot_precision
@@ -26,7 +27,9 @@ class BoleConfig:
 
     Attributes:
         topk: children considered per tree node, 1..16.
-        max_depth: levels of drafts below the root, 1..16; the deepest draft is `max_depth` tokens ahead.
+        max_depth: levels of drafts below the root, 1..16; the deepest draft is that many tokens ahead. Or a list of [nodes, depth] pairs,
+            nodes rising: a tree of at most so many nodes is at most so deep (larger ones as the last pair says), for engines whose trees
+            follow the batch size.
         tree_size: nodes per request, root included, 2..256. Left out: `num_speculative_tokens + 1`; given: it must agree.
         commit: `factor` applies the kept corrections in closed form; `replay` reruns the exact recurrence over the
             accepted path from the kept inputs (bit for bit native decode's rounding points, less memory per node).
@@ -35,23 +38,21 @@ class BoleConfig:
         precision: dot precision of the verify and commit kernels, a name of bole_vllm.kernels.precision.
         draft_vocab: tokens that drafts may name; the output never depends on it. 0: all; a number: that many, the most frequent in what
             was served; a path: a JSON list of token ids.
-        graphs: leave CUDA graphs and torch.compile as vLLM has them. Not run on a GPU yet; off, the engine is eager.
         debug: check every forest's invariants on the host each step (slow, synchronises).
     """
 
     topk: int = 4
-    max_depth: int = 8
+    max_depth: int | list[list[int]] = 8
     tree_size: int = 0
     verify: str = "closed_form"
     commit: str = "replay"
     precision: str = dot_precision.DEFAULT
     draft_vocab: int | str = 0
-    graphs: bool = False
     debug: bool = False
 
     def __post_init__(self) -> None:
         _check_int("topk", self.topk, 1, 16)
-        _check_int("max_depth", self.max_depth, 1, 16)
+        _check_depths(self.max_depth)
         _check_int("tree_size", self.tree_size, 2, MAX_TREE_SIZE)
         _check_choice("verify", self.verify, VERIFIERS)
         _check_choice("commit", self.commit, COMMITS)
@@ -60,14 +61,25 @@ class BoleConfig:
             _check_int("draft_vocab", self.draft_vocab, 0, 2**31 - 1, " or a path to a JSON list of token ids")
             if 0 < self.draft_vocab < self.topk:
                 raise BoleConfigError(f'"bole.draft_vocab" must be 0 (all tokens) or at least topk ({self.topk}), got {self.draft_vocab}.')
-        for name in ("graphs", "debug"):
-            if not isinstance(getattr(self, name), bool):
-                raise BoleConfigError(f'"bole.{name}" must be true or false, got {getattr(self, name)!r}.')
+        if not isinstance(self.debug, bool):
+            raise BoleConfigError(f'"bole.debug" must be true or false, got {self.debug!r}.')
 
     @property
     def num_drafts(self) -> int:
         """Drafted nodes per request: the tree without its root."""
         return self.tree_size - 1
+
+    @property
+    def deepest(self) -> int:
+        """Levels of drafts of the deepest tree."""
+        depths = [self.max_depth] if isinstance(self.max_depth, int) else [depth for _, depth in self.max_depth]
+        return min(max(depths), self.num_drafts)
+
+    def depth_of(self, num_nodes: int) -> int:
+        """Most levels of drafts of a tree of this many nodes."""
+        if isinstance(self.max_depth, int):
+            return self.max_depth
+        return next((depth for most, depth in self.max_depth if num_nodes <= most), self.max_depth[-1][1])
 
     @classmethod
     def parse(cls, settings: Any, num_speculative_tokens: int) -> BoleConfig:
@@ -110,6 +122,20 @@ def _check_int(name: str, value: Any, low: int, high: int, otherwise: str = "") 
         raise BoleConfigError(f'"bole.{name}" must be an integer{otherwise}, got {value!r}.')
     if not low <= value <= high:
         raise BoleConfigError(f'"bole.{name}" must be in {low}..{high}, got {value}.')
+
+
+def _check_depths(value: Any) -> None:
+    if not isinstance(value, list):
+        _check_int("max_depth", value, 1, 16, " or a list of [nodes, depth] pairs")
+        return
+    pairs = [pair for pair in value if isinstance(pair, list) and len(pair) == 2]
+    if not pairs or len(pairs) < len(value):
+        raise BoleConfigError(f'"bole.max_depth" must be an integer or a list of [nodes, depth] pairs, got {value!r}.')
+    for nodes, depth in pairs:
+        _check_int("max_depth", nodes, 2, MAX_TREE_SIZE, " of nodes in every pair")
+        _check_int("max_depth", depth, 1, 16, " of levels in every pair")
+    if any(here[0] >= there[0] for here, there in pairwise(pairs)):
+        raise BoleConfigError(f'"bole.max_depth" must name rising numbers of nodes, got {value!r}.')
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -51,7 +51,7 @@ def prepare(vllm_config: VllmConfig) -> BoleConfig | None:
         "Bole: trees of %d nodes (topk %d, depth %d, commit %s, %s); set %s.",
         config.tree_size,
         config.topk,
-        config.max_depth,
+        config.deepest,
         config.commit,
         config.precision,
         ", ".join(changes),
@@ -211,22 +211,22 @@ def _set_token_budget(vllm_config: VllmConfig, config: BoleConfig) -> list[str]:
 
 
 def _set_graphs(vllm_config: VllmConfig, config: BoleConfig) -> list[str]:
-    """Eager execution unless the user asks for graphs: the round can be captured, but has not been on a GPU yet."""
+    """CUDA graphs and torch.compile stay as vLLM has them; on a CPU, where the kernels are interpreted, both are off."""
     from vllm.config.compilation import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
+    if current_platform.device_type == "cpu":
+        compilation.mode = CompilationMode.NONE
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        vllm_config.model_config.enforce_eager = True
+        return ["eager execution"]
     largest = compilation.max_cudagraph_capture_size or max(compilation.cudagraph_capture_sizes or [0])
     if 0 < largest < config.tree_size:
         raise BoleConfigError(
             f"The largest CUDA graph to capture holds {largest} tokens, less than one tree of {config.tree_size} nodes: leave "
             "cudagraph_capture_sizes and max_cudagraph_capture_size out."
         )
-    if config.graphs:
-        return []
-    compilation.mode = CompilationMode.NONE
-    compilation.cudagraph_mode = CUDAGraphMode.NONE
-    vllm_config.model_config.enforce_eager = True
-    return ["eager execution"]
+    return []
 
 
 def _set_attention_backend(vllm_config: VllmConfig) -> list[str]:

@@ -38,7 +38,7 @@ class TreeModelState(MambaHybridModelState):
     def __init__(self, vllm_config, model, encoder_cache, device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         self.config = BoleConfig.from_vllm(vllm_config)
-        size, depth = self.config.tree_size, min(self.config.max_depth, self.config.num_drafts)
+        size, depth = self.config.tree_size, self.config.deepest
         self.trees = TreeStore(self.max_num_reqs, size, device)
         self.full_forest = Forest.allocate(self.max_num_reqs, size, depth, device)
         # [max_num_tokens] RoPE positions of the step, at a fixed address

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,33 @@ from bole_vllm.draft_head import DraftHead, build_draft_head
 from bole_vllm.kernels.draft import Candidates, Tree, TreeShape, extend, select, start_from, top_children
 
 PAD_SLOT = -1
+
+
+@dataclass(frozen=True)
+class RowPlaces:
+    """Positions, slots and attention of a round's draft rows, `beam` a request and depth; without slots in runs without attention."""
+
+    beam: int
+    starts: torch.Tensor  # [R] int32 a request's first row
+    positions: torch.Tensor  # [depths, R * w] int64 RoPE positions
+    slots: torch.Tensor | None  # [depths, groups, R * w] KV slots
+    lengths: torch.Tensor | None  # [R] where the scratch KV begins
+    num_rows: torch.Tensor | None  # [R] int32 w, or 0 where a row of the batch stands for no request
+    room: torch.Tensor | None  # [R, 1, words] int32 bits of scratch positions that exist
+    num_slots: int  # scratch positions of a request (E)
+
+    def rows(self, frontier_mask: torch.Tensor) -> TreeRows:
+        """What the rows of a depth attend to. frontier_mask [R, w, words]: their ancestors and themselves."""
+        return TreeRows(
+            token_start=self.starts,
+            num_rows=self.num_rows,
+            prefix_len=self.lengths,
+            row_mask=(frontier_mask & self.room).flatten(0, 1),
+            mask_start=self.starts,
+            num_slots=self.num_slots,
+            max_rows=self.beam,
+            covers_batch=True,
+        )
 
 
 class TreeSpeculator(MTPSpeculator):
@@ -163,7 +190,7 @@ class TreeSpeculator(MTPSpeculator):
     # -- tree ----------------------------------------------------------------------------------------------------
 
     def _shape(self, num_drafts: int) -> TreeShape:
-        return TreeShape.plan(num_drafts + 1, self.bole.topk, self.bole.max_depth)
+        return TreeShape.plan(num_drafts + 1, self.bole.topk, self.bole.depth_of(num_drafts + 1))
 
     def _generate_fused_drafts(
         self, num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode, num_speculative_steps
@@ -174,12 +201,17 @@ class TreeSpeculator(MTPSpeculator):
     def _grow(self, shape: TreeShape, num_reqs: int, skip_attn: bool) -> Tree:
         """Run the depths from what the draft prefill left. Device work only, but for the metadata's first use."""
         candidates = start_from(self.root_token[:num_reqs], self.root_logprob[:num_reqs], shape)
-        # The root's output feeds every first-level row: [R, hidden] -> [R, w, hidden]
-        hidden = self.hidden_states[:num_reqs, None].expand(-1, shape.beam, -1)
+        if shape.max_depth == 1:
+            return select(candidates, shape)
+        places = self._place_rows(shape, num_reqs, skip_attn)
+        rows = self.hidden_states[: num_reqs * shape.beam]
+        # the root's output feeds every first-level row
+        rows.copy_(self.hidden_states[:num_reqs].repeat_interleave(shape.beam, dim=0))
         for depth in range(2, shape.max_depth + 1):
-            logits, outputs = self._expand(shape, candidates, hidden, depth, skip_attn)
-            candidates, parent_row = extend(candidates, logits, depth, shape, self._draft_ids)
-            hidden = outputs.gather(1, parent_row[:, :, None].expand(-1, -1, outputs.shape[-1]))
+            logits, outputs = self._expand(candidates, places, depth)
+            candidates, source_row = extend(candidates, logits, depth, shape, self._draft_ids)
+            if depth < shape.max_depth:
+                torch.index_select(outputs, 0, source_row.flatten(), out=rows)
         return select(candidates, shape)
 
     def _follow_served_tokens(self, num_reqs: int) -> None:
@@ -191,55 +223,42 @@ class TreeSpeculator(MTPSpeculator):
         self.draft_head.count(forest.token[nodes].long().flatten(), taken.flatten())
         self.draft_head.end_round()
 
-    def _expand(
-        self, shape: TreeShape, candidates: Candidates, hidden: torch.Tensor, depth: int, skip_attn: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft forward over the frontier of depth - 1: ([R, w, vocab] logits, [R, w, hidden] outputs).
+    def _place_rows(self, shape: TreeShape, num_reqs: int, skip_attn: bool) -> RowPlaces:
+        """Where the rows of all depths lie; depends on the lengths alone."""
+        requests, lengths, device = self.idx_mapping[:num_reqs], self.lengths[:num_reqs], self.lengths.device
+        beam, depths, expanded, last = shape.beam, shape.max_depth - 1, shape.num_expanded, self.max_model_len
+        starts = torch.arange(0, num_reqs * beam, beam, dtype=torch.int32, device=device)
+        # [depths, R, w] RoPE: the MTP layer's row for the token at L + d sits at L + d - 1
+        rope = (lengths.long() + torch.arange(depths, device=device)[:, None]).clamp_(max=last - 1)
+        positions = rope[:, :, None].expand(-1, -1, beam).reshape(depths, -1)
+        if skip_attn:
+            return RowPlaces(beam, starts, positions, None, None, None, None, expanded)
+        first = torch.arange(0, num_reqs * expanded + 1, expanded, dtype=torch.int32, device=device)
+        # [R, E] scratch positions of the rows' KV: L + e. Rows past the model's length have no slot, and nobody may look at one.
+        cache_pos = lengths.long()[:, None] + torch.arange(expanded, device=device)
+        outside = cache_pos >= last
+        slots = self.block_tables.compute_slot_mappings(requests, first, cache_pos.masked_fill_(outside, 0).flatten(), num_reqs * expanded)
+        slots = slots.view(-1, num_reqs, expanded).masked_fill(outside, PAD_SLOT)
+        # [depths, groups, R * w]
+        slots = slots.view(-1, num_reqs, depths, beam).permute(2, 0, 1, 3).reshape(depths, slots.shape[0], -1)
+        num_rows = (requests >= 0).to(torch.int32) * beam
+        return RowPlaces(beam, starts, positions, slots, lengths, num_rows, self._room(lengths, shape), expanded)
 
-        hidden [R, w, hidden]: the output of each frontier row's parent.
-        """
-        num_reqs, beam = hidden.shape[0], shape.beam
-        num_rows = num_reqs * beam
-        lengths, buffers = self.lengths[:num_reqs], self.input_buffers
-        buffers.input_ids[:num_rows] = candidates.token.gather(1, candidates.frontier).flatten()
-        self.hidden_states[:num_rows] = hidden.flatten(0, 1)
-        # RoPE: the MTP layer's row for the token at L + d sits at L + d - 1
-        rope = (lengths.long() + (depth - 2)).clamp(max=self.max_model_len - 1)
+    def _expand(self, candidates: Candidates, places: RowPlaces, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One draft forward over the frontier of depth - 1, whose parents' outputs are in `hidden_states`: ([R, w, vocab] logits,
+        [R * w, hidden] outputs)."""
+        num_reqs, beam = candidates.frontier.shape
+        num_rows, buffers = num_reqs * beam, self.input_buffers
+        buffers.input_ids[:num_rows] = candidates.frontier_token.flatten()
+        buffers.positions[:num_rows] = places.positions[depth - 2]
         metadata = slots_by_layer = None
-        if not skip_attn:
-            metadata, slots_by_layer = self._prepare_rows(shape, candidates, depth, lengths)
-        buffers.positions[:num_rows] = rope[:, None].expand(-1, beam).flatten()
+        if places.slots is not None:
+            rows = places.rows(candidates.frontier_mask)
+            metadata = {name: layer.with_tree(rows) for name, layer in self._metadata_of_rows(num_reqs, beam).items()}
+            slots_by_layer = build_slot_mappings_by_layer(places.slots[depth - 2], self.kv_cache_config)
         last_hidden, outputs = self._run_model(num_rows, metadata, slots_by_layer, num_tokens_across_dp=None)
         logits = self.compute_draft_logits(last_hidden[:num_rows], 0)
-        return logits.view(num_reqs, beam, -1), outputs[:num_rows].view(num_reqs, beam, -1)
-
-    def _prepare_rows(self, shape: TreeShape, candidates: Candidates, depth: int, lengths: torch.Tensor):
-        """Attention metadata and KV slots of one depth's rows. lengths [R]: where the scratch KV begins."""
-        num_reqs, beam = lengths.shape[0], shape.beam
-        num_rows = num_reqs * beam
-        buffers, requests = self.input_buffers, self.idx_mapping[:num_reqs]
-        starts = torch.arange(0, num_rows + 1, beam, dtype=torch.int32, device=lengths.device)
-        buffers.query_start_loc[: num_reqs + 1] = starts
-        buffers.seq_lens[:num_reqs] = (lengths + (depth - 1) * beam).clamp(max=self.max_model_len)
-        # scratch positions of the rows' KV: L + e
-        cache_pos = lengths.long()[:, None] + (depth - 2) * beam + torch.arange(beam, device=lengths.device)
-        # Rows past the model's length have no slot, and nobody may look at one.
-        inside = cache_pos < self.max_model_len
-        positions = torch.where(inside, cache_pos, 0).flatten()
-        slots = self.block_tables.compute_slot_mappings(requests, buffers.query_start_loc[: num_reqs + 1], positions, num_rows)
-        slots.masked_fill_(~inside.flatten(), PAD_SLOT)
-        rows = TreeRows(
-            token_start=starts[:-1],
-            num_rows=torch.where(requests >= 0, beam, 0).to(torch.int32),
-            prefix_len=lengths,
-            row_mask=self._visible(candidates.frontier_mask, lengths, shape).flatten(0, 1),
-            mask_start=starts[:-1],
-            num_slots=shape.num_expanded,
-            max_rows=beam,
-            covers_batch=True,
-        )
-        by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
-        return {name: layer.with_tree(rows) for name, layer in self._metadata_of_rows(num_reqs, beam).items()}, by_layer
+        return logits.view(num_reqs, beam, -1), outputs[:num_rows]
 
     def _map_block_tables(self) -> None:
         """The step's block tables in the attention kernel's block size, where it is another, in place: what the rows' metadata names."""
@@ -260,12 +279,12 @@ class TreeSpeculator(MTPSpeculator):
             )
         return self._row_metadata[key]
 
-    def _visible(self, mask: torch.Tensor, lengths: torch.Tensor, shape: TreeShape) -> torch.Tensor:
-        """[R, w, words] the frontier masks without the scratch positions past the model's length."""
+    def _room(self, lengths: torch.Tensor, shape: TreeShape) -> torch.Tensor:
+        """[R, 1, words] bits of the scratch positions inside the model's length."""
         room = (self.max_model_len - lengths).clamp(0, shape.num_expanded)
-        expanded = torch.arange(shape.num_words * 32, device=mask.device)
-        bits = (expanded < room[:, None]).view(-1, shape.num_words, 32).long() << torch.arange(32, device=mask.device)
-        return mask & bits.sum(dim=-1).to(torch.int32)[:, None, :]
+        expanded = torch.arange(shape.num_words * 32, device=lengths.device)
+        bits = (expanded < room[:, None]).view(-1, shape.num_words, 32).long() << torch.arange(32, device=lengths.device)
+        return bits.sum(dim=-1).to(torch.int32)[:, None, :]
 
     def _store(self, tree: Tree, num_reqs: int) -> None:
         """Keep the trees for the next step, and the tokens as the scheduler counts them. Rows without a request go to the store's spare."""

@@ -55,7 +55,7 @@ class RoundFactors:
         z = buffer(1, hv, columns)[0] if factor else None
         y = buffer(1, hv, columns)[0]
         r = buffer(1, hv, dv)[0] if config.tree_size > NODE_BLOCK else None
-        width = config.max_depth + 1
+        width = config.deepest + 1
         self.snapshots = buffer(keep, hv, dv, dk) if serial else None
         at_once = min(forest.max_requests, REPLAY_REQUESTS)
         self.work = None if factor or serial else ReplayWork.allocate(keep, at_once, width, hk, dk, hv, dv, dtype, device)

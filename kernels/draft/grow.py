@@ -1,6 +1,7 @@
 """Growing a proposal tree depth by depth: a candidate table, a beam of frontier rows, and the final selection.
 
-Torch operations and the kernel of `top_children`, no host sync, static shapes: the whole of it can be captured in a CUDA graph.
+A depth is two launches for the children (`top_children`) and one for the rest (`next_depth`); no host sync, static shapes: the whole of
+it can be captured in a CUDA graph.
 
 Candidate indices are static. Depth 1 holds the root's k children at 0..k-1; depth d >= 2 holds the k children of each of the w
 frontier rows of depth d-1, child j of row b at k + (d-2)*w*k + b*k + j. Frontier row 0 is always the spine (the top-1 child of the
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from . import next_depth
 from .top_children import top_children
 
 WORD_BITS = 32
@@ -43,8 +45,8 @@ class TreeShape:
             raise ValueError(f"topk must be at least 1, got {self.topk}")
         if not 1 <= self.max_depth <= min(MAX_DEPTH, self.num_nodes - 1):
             raise ValueError(f"max_depth must be in 1..min({MAX_DEPTH}, num_nodes - 1), got {self.max_depth} with {self.num_nodes} nodes")
-        if not 1 <= self.beam <= self.topk:
-            raise ValueError(f"beam must be in 1..topk, got {self.beam} with topk={self.topk}")
+        if not 1 <= self.beam <= min(self.topk, WORD_BITS):
+            raise ValueError(f"beam must be in 1..min(topk, {WORD_BITS}), got {self.beam} with topk={self.topk}")
         if self.num_expanded > self.num_nodes - 1:
             raise ValueError(f"{self.num_expanded} expanded rows do not fit in the {self.num_nodes - 1} scratch slots of the tree")
 
@@ -52,7 +54,7 @@ class TreeShape:
     def plan(cls, num_nodes: int, topk: int, max_depth: int) -> TreeShape:
         """The deepest and widest shape within `max_depth` and `topk` whose expanded rows fit in the tree's num_nodes - 1 slots."""
         max_depth = min(max_depth, num_nodes - 1)
-        beam = min(topk, max(1, (num_nodes - 1) // max(1, max_depth - 1)))
+        beam = min(topk, WORD_BITS, max(1, (num_nodes - 1) // max(1, max_depth - 1)))
         return cls(num_nodes=num_nodes, topk=topk, max_depth=max_depth, beam=beam)
 
     @property
@@ -92,6 +94,8 @@ class Candidates:
     logprob: torch.Tensor
     # [R, w] int64 candidate index of the current frontier rows; row 0 is the spine
     frontier: torch.Tensor
+    # [R, w] int64 token id of the frontier rows
+    frontier_token: torch.Tensor
     # [R, w, num_words] int32 bit e % 32 of word e // 32 set: the frontier row may attend to expanded row e (its ancestors and
     # itself); the row of depth d (1-based) and beam b has e = (d-1)*w + b
     frontier_mask: torch.Tensor
@@ -111,15 +115,6 @@ class Tree:
     num_nodes: int
 
 
-def _own_bits(depth: int, shape: TreeShape, device: torch.device) -> torch.Tensor:
-    """[w, num_words] int32: the bit of every frontier row of a depth; 0 at the last depth, whose rows are not expanded."""
-    row = torch.arange(shape.beam, device=device, dtype=torch.int32) + (depth - 1) * shape.beam
-    word = torch.arange(shape.num_words, device=device, dtype=torch.int32)
-    bit = torch.bitwise_left_shift(torch.ones_like(row), row % WORD_BITS)
-    own = (word[None, :] == (row // WORD_BITS)[:, None]) & (row < shape.num_expanded)[:, None]
-    return bit[:, None] * own
-
-
 def start(logits: torch.Tensor, shape: TreeShape, token_ids: torch.Tensor | None = None) -> Candidates:
     """The table after depth 1, from the draft distribution after the root [R, V]: see `top_children` and `start_from`."""
     return start_from(*top_children(logits, shape.topk, token_ids), shape)
@@ -128,16 +123,19 @@ def start(logits: torch.Tensor, shape: TreeShape, token_ids: torch.Tensor | None
 def start_from(token: torch.Tensor, logprob: torch.Tensor, shape: TreeShape) -> Candidates:
     """The table after depth 1: the root's children [R, k], best first; the frontier is the w best of them."""
     num_requests, device = token.shape[0], token.device
-    table = (num_requests, shape.num_candidates)
+    table, row = (num_requests, shape.num_candidates), torch.arange(shape.beam, device=device)
     candidates = Candidates(
         token=torch.full(table, -1, dtype=torch.int64, device=device),
         parent=torch.full(table, -1, dtype=torch.int64, device=device),
         logprob=torch.full(table, float("-inf"), dtype=torch.float32, device=device),
-        frontier=torch.arange(shape.beam, device=device).expand(num_requests, -1).contiguous(),
-        frontier_mask=_own_bits(1, shape, device).expand(num_requests, -1, -1).contiguous(),
+        frontier=row.expand(num_requests, -1).contiguous(),
+        frontier_token=token[:, : shape.beam].contiguous(),
+        frontier_mask=torch.zeros(num_requests, shape.beam, shape.num_words, dtype=torch.int32, device=device),
     )
     candidates.token[:, : shape.topk] = token
     candidates.logprob[:, : shape.topk] = logprob
+    if shape.num_expanded:
+        candidates.frontier_mask[:, :, 0] = torch.bitwise_left_shift(torch.ones_like(row), row)  # its own bit
     return candidates
 
 
@@ -152,29 +150,16 @@ def extend(
     New frontier: row 0 is the top-1 child of row 0 (the spine), the others are the best w-1 other children of this depth by
     cumulative log-probability (ties: the lower candidate index).
 
-    Returns `candidates`, updated in place, and parent_row [R, w] int64: for every new frontier row the row (0..w-1) of the
-    previous frontier whose child it is. At depth D the new frontier is not expanded and has no bit of its own in the mask.
+    Returns `candidates`, updated in place, and source_row [R, w] int64: for every new frontier row the row, counted through the batch
+    (0..R * w - 1), of the previous frontier whose child it is. At depth D the new frontier is not expanded and has no bit of its own
+    in the mask. Raises ValueError on a wrong depth or shape.
     """
     if not 2 <= depth <= shape.max_depth:
         raise ValueError(f"depth must be in 2..{shape.max_depth}, got {depth}")
     if logits.dim() != 3 or logits.shape[1] != shape.beam:
         raise ValueError(f"logits must be [R, {shape.beam}, V], got {tuple(logits.shape)}")
-    num_requests, first, width = logits.shape[0], shape.first_candidate(depth), shape.beam * shape.topk
-    token, step = top_children(logits, shape.topk, token_ids)
-    # [R, w * k] cumulative log-probability of this depth's candidates
-    logprob = (candidates.logprob.gather(1, candidates.frontier)[:, :, None] + step).reshape(num_requests, width)
-    candidates.token[:, first : first + width] = token.reshape(num_requests, width)
-    candidates.parent[:, first : first + width] = candidates.frontier.repeat_interleave(shape.topk, dim=1)
-    candidates.logprob[:, first : first + width] = logprob
-
-    # child 0 is the spine's, kept whatever its score
-    others = logprob[:, 1:].argsort(dim=1, descending=True, stable=True)[:, : shape.beam - 1] + 1
-    child = torch.cat([torch.zeros_like(candidates.frontier[:, :1]), others], dim=1)
-    parent_row = child // shape.topk
-    ancestors = candidates.frontier_mask.gather(1, parent_row[:, :, None].expand(-1, -1, shape.num_words))
-    candidates.frontier = first + child
-    candidates.frontier_mask = ancestors | _own_bits(depth, shape, logits.device)
-    return candidates, parent_row
+    child, step = top_children(logits, shape.topk, token_ids)
+    return candidates, next_depth.launch(candidates, child, step, depth, shape)
 
 
 def select(candidates: Candidates, shape: TreeShape) -> Tree:

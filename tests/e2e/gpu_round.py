@@ -1,4 +1,4 @@
-"""One engine on a GPU in a process of its own: `python gpu_round.py CASE`, a JSON object; the last line of output is a JSON object.
+"""One engine on a GPU in a process of its own: `python gpu_round.py CASE`, a JSON object; one line of its output is a JSON object.
 
 CASE: {"llm": arguments of vllm.LLM, "batches": numbers of requests served together, "tokens": of each, "spoil": true to wait for the device
 in every round}. Output: {"tokens": {batch: tokens per request}, "replays": {manager: graphs replayed}, "async": ..., "stats": bole_stats}.

@@ -48,10 +48,11 @@ def check_growth_against_oracle(shape: TreeShape, seed: int, device) -> None:
     oracles = [naive.start(root[r].tolist(), shape) for r in range(2)]
     for depth in range(1, shape.max_depth + 1):
         if depth > 1:
-            candidates, parent_row = extend(candidates, steps[depth - 2], depth, shape)
+            candidates, source_row = extend(candidates, steps[depth - 2], depth, shape)
             expected = [naive.extend(o, steps[depth - 2][r].tolist(), depth, shape) for r, o in enumerate(oracles)]
-            assert parent_row.tolist() == expected, label
+            assert source_row.tolist() == [[r * shape.beam + row for row in rows] for r, rows in enumerate(expected)], label
         assert candidates.frontier.tolist() == [o.frontier for o in oracles], label
+        assert candidates.frontier_token.tolist() == [[o.table[c].token for c in o.frontier] for o in oracles], label
         for r, oracle in enumerate(oracles):
             size = len(oracle.table)
             assert size == shape.first_candidate(depth + 1)
@@ -140,15 +141,15 @@ def test_score_is_the_product_of_probabilities(device):
     shape = TreeShape.plan(32, 4, 5)
     root, steps = random_logits(shape, 2, 50, 4, device)
     candidates = start(root, shape)
-    parent_rows = [torch.arange(shape.beam, device=device).expand(2, -1)]
+    batch = torch.arange(2, device=device)[:, None]
     for depth, logits in enumerate(steps, start=2):
         before = candidates.frontier.clone()
-        candidates, parent_row = extend(candidates, logits, depth, shape)
-        parent_rows.append(parent_row)
+        candidates, source_row = extend(candidates, logits, depth, shape)
+        parent_row = source_row - batch * shape.beam
         # the row that produced the new frontier row holds its parent
         assert torch.equal(before.gather(1, parent_row), candidates.parent.gather(1, candidates.frontier))
         token = candidates.token.gather(1, candidates.frontier)
-        step = torch.log_softmax(logits, -1)[torch.arange(2)[:, None], parent_row, token]
+        step = torch.log_softmax(logits, -1)[batch, parent_row, token]
         parent_score = candidates.logprob.gather(1, before).gather(1, parent_row)
         torch.testing.assert_close(candidates.logprob.gather(1, candidates.frontier), parent_score + step)
 

@@ -10,20 +10,28 @@ from bole_vllm.config import BoleConfig, BoleConfigError
 def test_defaults():
     config = BoleConfig.parse({}, num_speculative_tokens=31)
     assert config == BoleConfig(
-        topk=4, max_depth=8, tree_size=32, verify="closed_form", commit="replay", precision="fp32", draft_vocab=0, graphs=False, debug=False
+        topk=4, max_depth=8, tree_size=32, verify="closed_form", commit="replay", precision="fp32", draft_vocab=0, debug=False
     )
     assert config.num_drafts == 31
 
 
 def test_every_key_is_taken():
     settings = {"topk": 2, "max_depth": 3, "tree_size": 8, "verify": "serial", "commit": "factor", "precision": "ieee"}
-    settings |= {"draft_vocab": 64, "graphs": True, "debug": True}
+    settings |= {"draft_vocab": 64, "debug": True}
     assert dataclasses.asdict(BoleConfig.parse(settings, 7)) == settings
 
 
 @pytest.mark.parametrize(("settings", "drafts"), [({"topk": 1, "max_depth": 1}, 1), ({"topk": 16, "max_depth": 16}, 255)])
 def test_bounds_are_inclusive(settings, drafts):
     assert BoleConfig.parse(settings, drafts).tree_size == drafts + 1
+
+
+def test_depth_may_follow_the_number_of_nodes():
+    config = BoleConfig.parse({"max_depth": [[8, 4], [16, 6]]}, 31)
+    assert [config.depth_of(nodes) for nodes in (2, 8, 9, 16, 17, 32)] == [4, 4, 6, 6, 6, 6]
+    assert config.deepest == 6
+    assert BoleConfig.parse({"max_depth": [[8, 16]]}, 3).deepest == 3, "no deeper than it has drafts"
+    assert BoleConfig.parse({}, 31).depth_of(4) == BoleConfig.parse({}, 31).deepest == 8
 
 
 def test_parse_leaves_the_users_dictionary_alone():
@@ -37,7 +45,7 @@ def test_frozen():
         BoleConfig.parse({}, 7).topk = 2
 
 
-KNOWN = "topk, max_depth, tree_size, verify, commit, precision, draft_vocab, graphs, debug"
+KNOWN = "topk, max_depth, tree_size, verify, commit, precision, draft_vocab, debug"
 REFUSALS = [
     ({"top_k": 4}, f"Unknown key 'top_k' in additional_config[\"bole\"]. Known keys: {KNOWN}."),
     ({"topk": 4, "z": 1, "a": 1}, f"Unknown key 'a' in additional_config[\"bole\"]. Known keys: {KNOWN}."),
@@ -46,7 +54,12 @@ REFUSALS = [
     (True, 'additional_config["bole"] must be an object such as {}, got bool.'),
     ({"topk": "4"}, "\"bole.topk\" must be an integer, got '4'."),
     ({"topk": 4.0}, '"bole.topk" must be an integer, got 4.0.'),
-    ({"max_depth": True}, '"bole.max_depth" must be an integer, got True.'),
+    ({"max_depth": True}, '"bole.max_depth" must be an integer or a list of [nodes, depth] pairs, got True.'),
+    ({"max_depth": []}, '"bole.max_depth" must be an integer or a list of [nodes, depth] pairs, got [].'),
+    ({"max_depth": [[8, 4], 5]}, '"bole.max_depth" must be an integer or a list of [nodes, depth] pairs, got [[8, 4], 5].'),
+    ({"max_depth": [[8, 17]]}, '"bole.max_depth" must be in 1..16, got 17.'),
+    ({"max_depth": [[8, "4"]]}, "\"bole.max_depth\" must be an integer of levels in every pair, got '4'."),
+    ({"max_depth": [[8, 4], [8, 5]]}, '"bole.max_depth" must name rising numbers of nodes, got [[8, 4], [8, 5]].'),
     ({"topk": 0}, '"bole.topk" must be in 1..16, got 0.'),
     ({"topk": 17}, '"bole.topk" must be in 1..16, got 17.'),
     ({"max_depth": 0}, '"bole.max_depth" must be in 1..16, got 0.'),
@@ -68,7 +81,6 @@ REFUSALS = [
     ({"draft_vocab": -1}, '"bole.draft_vocab" must be in 0..2147483647, got -1.'),
     ({"draft_vocab": 3}, '"bole.draft_vocab" must be 0 (all tokens) or at least topk (4), got 3.'),
     ({"verify": "chain"}, "\"bole.verify\" must be one of closed_form, serial, got 'chain'."),
-    ({"graphs": "yes"}, "\"bole.graphs\" must be true or false, got 'yes'."),
     ({"debug": 1}, '"bole.debug" must be true or false, got 1.'),
 ]
 
