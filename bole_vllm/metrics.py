@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from bole_vllm.kernels.topology import Forest
+from bole_vllm.kernels.walk import COUNTS, add_counts
 
+# names of COUNTS here
 FIELDS = ("steps", "rows", "nodes", "tree_rows", "tokens", "accepted", "branched", "spine_hits")
 
 
@@ -23,23 +25,12 @@ class TreeStats:
     rows with drafts that accepted at least one; spine_hits: of those, rows whose whole path lay on the top-1 chain.
     """
 
-    def __init__(self, max_depth: int, device: torch.device) -> None:
-        self.sums = torch.zeros(len(FIELDS), dtype=torch.int64, device=device)
-        # [D + 1] path positions -> the node there if the path is the spine
-        self.spine = torch.arange(max_depth + 1, dtype=torch.int32, device=device)
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
 
     def add(self, forest: Forest, path: torch.Tensor, path_len: torch.Tensor) -> None:
         """Account for one step. path [R, D + 1], path_len [R]; no synchronisation."""
-        nodes = forest.node_offset.diff()
-        drafted = nodes > 1
-        on_path = self.spine < path_len[:, None]
-        spine = ((path == self.spine) | ~on_path).all(dim=1)
-        branched = drafted & (path_len > 1)
-        step = torch.stack([
-            (nodes > 0).any(), (nodes > 0).sum(), nodes.sum(), drafted.sum(), (path_len * drafted).sum(),
-            ((path_len - 1) * drafted).sum(), branched.sum(), (branched & spine).sum(),
-        ])  # fmt: skip
-        self.sums += step
+        add_counts(forest, path, path_len, self.sums)
 
     def read(self) -> dict[str, Any]:
         """The sums and the ratios made of them; synchronises."""

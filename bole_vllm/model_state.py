@@ -51,10 +51,11 @@ class TreeModelState(MambaHybridModelState):
         self.path_len = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         # [max_num_reqs] by request slot: only the top-1 chain may be accepted (see sampler.needs_chain)
         self.chain_only = torch.zeros(self.max_num_reqs + 1, dtype=torch.bool, device=device)
+        self.chain_only_np = np.zeros(self.max_num_reqs + 1, dtype=bool)
         layers = get_layers_from_vllm_config(vllm_config, TreeGatedDeltaNet)
         self.factors = RoundFactors(list(layers.values()), self.full_forest, self.config, self.dtype, device)
         self.gdn_layer_names = list(layers)
-        self.stats_counters = TreeStats(depth, device)
+        self.stats_counters = TreeStats(device)
         # set by the drafter: counts the tokens of a new request's prompt for its vocabulary
         self.count_prompt: Callable[[list[int] | None], None] | None = None
         self._step: _Step | None = None
@@ -66,7 +67,8 @@ class TreeModelState(MambaHybridModelState):
         self.trees.reset(req_index)
         if self.count_prompt is not None:
             self.count_prompt(new_req_data.prompt_token_ids)
-        self.chain_only[req_index].fill_(needs_chain(new_req_data.sampling_params, self.model_config))
+        self.chain_only_np[req_index] = needs_chain(new_req_data.sampling_params, self.model_config)
+        self.chain_only[req_index].fill_(bool(self.chain_only_np[req_index]))
 
     # -- start-up ------------------------------------------------------------------------------------------------
 

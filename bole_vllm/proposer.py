@@ -15,6 +15,7 @@ from bole_vllm.attention import TreeRows
 from bole_vllm.config import BoleConfig
 from bole_vllm.draft_head import DraftHead, build_draft_head
 from bole_vllm.kernels.draft import Candidates, Tree, TreeShape, extend, select, start_from, top_children
+from bole_vllm.kernels.walk import chain_order
 
 PAD_SLOT = -1
 
@@ -166,15 +167,8 @@ class TreeSpeculator(MTPSpeculator):
         num_rejected. Accepted on the spine, nothing moves.
         """
         state, num_reqs = self.model_state, input_batch.num_reqs
-        num_tokens = hidden_states.shape[0]
-        first = input_batch.query_start_loc[:num_reqs, None].long()
-        path, path_len = state.path[:num_reqs].long(), state.path_len[:num_reqs, None]
-        step = torch.arange(path.shape[1], device=path.device)
-        rows = torch.arange(num_tokens + 1, device=path.device)
-        taken = step < path_len
-        # [num_tokens + 1] destination row -> source row; the last entry takes what is beyond a path
-        rows[torch.where(taken, first + step, num_tokens)] = torch.where(taken, first + path, num_tokens)
-        rows = rows[:num_tokens]
+        start = input_batch.query_start_loc[: num_reqs + 1]
+        rows = chain_order(start, state.path[:num_reqs], state.path_len[:num_reqs], hidden_states.shape[0])
         ids = input_batch.input_ids
         return replace(input_batch, input_ids=ids[rows[: ids.shape[0]]]), hidden_states[rows]
 

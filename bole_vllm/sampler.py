@@ -99,9 +99,11 @@ class TreeSampler(RejectionSampler):
         )
         return tokens, num_sampled
 
-    def _acceptable(self, input_batch, invalid_drafts) -> torch.Tensor:
-        """[num_logits] rows that may be accepted: all, or the chain alone for requests that need it."""
+    def _acceptable(self, input_batch, invalid_drafts) -> torch.Tensor | None:
+        """[num_logits] rows that may be accepted: all (None), or the chain alone for requests that need it."""
         state, local = self.model_state, input_batch.expanded_local_pos
+        if not state.chain_only_np[input_batch.idx_mapping_np].any():
+            return None if invalid_drafts is None else ~invalid_drafts
         rows = input_batch.logits_indices
         depth = state.positions[rows] - (input_batch.positions[rows] - local)
         on_chain = depth == local

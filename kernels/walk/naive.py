@@ -1,4 +1,4 @@
-"""Oracle of the walk: plain Python, one request after the other."""
+"""Oracles: plain Python, one request after the other."""
 
 from __future__ import annotations
 
@@ -34,3 +34,24 @@ def walk_tree(
             emitted.append(target[row + followed[0]])
         results.append((emitted, path))
     return results
+
+
+def counts(forest: Forest, path: torch.Tensor, path_len: torch.Tensor) -> list[int]:
+    """What `counts.add_counts` adds for one round."""
+    offsets, paths = forest.node_offset.tolist(), path.tolist()
+    rows = [(offsets[r + 1] - offsets[r], paths[r][:n]) for r, n in enumerate(path_len.tolist())]
+    served = [(nodes, taken) for nodes, taken in rows if nodes > 0]
+    drafted = [taken for nodes, taken in served if nodes > 1]
+    branched = [taken for taken in drafted if len(taken) > 1]
+    tokens = sum(map(len, drafted))
+    on_spine = sum(taken == list(range(len(taken))) for taken in branched)
+    nodes = sum(nodes for nodes, _ in served)
+    return [int(bool(served)), len(served), nodes, len(drafted), tokens, tokens - len(drafted), len(branched), on_spine]
+
+
+def chain_order(start: torch.Tensor, path: torch.Tensor, path_len: torch.Tensor, num_rows: int) -> list[int]:
+    """`chain_order.chain_order`."""
+    rows, first = list(range(num_rows)), start.tolist()
+    for r, n in enumerate(path_len.tolist()):
+        rows[first[r] : first[r] + n] = [first[r] + node for node in path[r, :n].tolist()]
+    return rows

@@ -1,0 +1,37 @@
+"""A round's rows as a chain drafter expects them: every request's accepted rows at its front, in path order."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def chain_order_kernel(p_start, p_path, p_path_len, p_rows, num_rows, stride_path, BS: tl.constexpr, BN: tl.constexpr):
+    # one program a request, one more for rows that belong to none
+    i_r = tl.program_id(0)
+    last = tl.num_programs(0) - 1
+    first = tl.load(p_start + i_r)
+    end = tl.load(p_start + i_r + 1, mask=i_r < last, other=num_rows)
+    b_len = tl.load(p_path_len + i_r, mask=i_r < last, other=0)
+    o_s = tl.arange(0, BS)
+    m_path = o_s < b_len
+    b_node = tl.load(p_path + i_r.to(tl.int64) * stride_path + o_s, mask=m_path, other=0)
+    tl.store(p_rows + first + o_s, (first + b_node).to(tl.int64), mask=m_path)
+    for start in range(first + b_len, end, BN):
+        o_n = start + tl.arange(0, BN)
+        tl.store(p_rows + o_n, o_n.to(tl.int64), mask=o_n < end)
+
+
+def chain_order(start: torch.Tensor, path: torch.Tensor, path_len: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """[num_rows] int64: the row to be put at every row. One launch, no host sync.
+
+    start     [R + 1] int32  request -> its first row; rows from start[R] on stay where they are
+    path      [R, >= 1] int32  accepted nodes of each request, root first: rows counted from the request's first
+    path_len  [R] int32  how many; a request's rows from there on stay where they are (an accepted one may occur twice)
+    """
+    rows = torch.empty(num_rows, dtype=torch.int64, device=path.device)
+    width = triton.next_power_of_2(path.shape[1])
+    chain_order_kernel[(path_len.shape[0] + 1,)](start, path, path_len, rows, num_rows, path.stride(0), BS=width, BN=256, num_warps=1)
+    return rows

@@ -1,0 +1,74 @@
+"""Sums over a round: how many nodes were verified, drafts accepted, paths on the spine."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..precision import device_function
+from ..topology import Forest
+
+COUNTS = ("rounds", "requests", "nodes", "drafted", "tokens", "accepted", "branched", "spine_hits")
+BLOCK = 32
+
+total = device_function(tl.sum)
+
+
+@triton.jit
+def add_counts_kernel(p_node_offset, p_path, p_path_len, p_sums, num_requests, steps, stride_path, BR: tl.constexpr, BS: tl.constexpr):
+    o_s = tl.arange(0, BS)[None, :]
+    b_requests = tl.full([BR], 0, tl.int32)
+    b_nodes, b_drafted, b_tokens, b_branched, b_spine = b_requests, b_requests, b_requests, b_requests, b_requests
+    for first in range(0, num_requests, BR):
+        o_r = first + tl.arange(0, BR)
+        m_r = o_r < num_requests
+        b_size = tl.load(p_node_offset + o_r + 1, mask=m_r, other=0) - tl.load(p_node_offset + o_r, mask=m_r, other=0)
+        b_len = tl.load(p_path_len + o_r, mask=m_r, other=0)
+        m_on = (o_s < b_len[:, None]) & (o_s < steps)
+        b_off = tl.load(p_path + o_r.to(tl.int64)[:, None] * stride_path + o_s, mask=m_on, other=0) != o_s
+        b_off = total((m_on & b_off).to(tl.int32), 1)
+        b_has_drafts = (b_size > 1).to(tl.int32)
+        b_branch = b_has_drafts * (b_len > 1).to(tl.int32)
+        b_requests += (b_size > 0).to(tl.int32)
+        b_nodes += b_size
+        b_drafted += b_has_drafts
+        b_tokens += b_has_drafts * b_len
+        b_branched += b_branch
+        b_spine += b_branch * (b_off == 0).to(tl.int32)
+    requests, drafted, tokens = total(b_requests), total(b_drafted), total(b_tokens)
+    tl.store(p_sums, tl.load(p_sums) + (requests > 0).to(tl.int64))
+    tl.store(p_sums + 1, tl.load(p_sums + 1) + requests)
+    tl.store(p_sums + 2, tl.load(p_sums + 2) + total(b_nodes))
+    tl.store(p_sums + 3, tl.load(p_sums + 3) + drafted)
+    tl.store(p_sums + 4, tl.load(p_sums + 4) + tokens)
+    tl.store(p_sums + 5, tl.load(p_sums + 5) + tokens - drafted)
+    tl.store(p_sums + 6, tl.load(p_sums + 6) + total(b_branched))
+    tl.store(p_sums + 7, tl.load(p_sums + 7) + total(b_spine))
+
+
+def add_counts(forest: Forest, path: torch.Tensor, path_len: torch.Tensor, sums: torch.Tensor) -> None:
+    """Add a round's counts to sums [8] int64, in place and in the order of COUNTS; one launch, no host sync.
+
+    path [R, >= D + 1] int32 accepted nodes, root first, path_len [R] int32 as `walk_tree` leaves them. rounds: 1 if a request has a
+    node; requests: those that have one; drafted: those with more than the root. Of the drafted ones: tokens, the lengths of their paths;
+    accepted, without the roots; branched, paths beyond the root; spine_hits, those among them that are nodes 0, 1, 2 ...
+    Raises ValueError on shapes or dtypes.
+    """
+    num_requests, steps = path_len.shape[0], forest.max_depth + 1
+    if sums.shape != (len(COUNTS),) or sums.dtype != torch.int64:
+        raise ValueError(f"sums must be int64 [{len(COUNTS)}], got {sums.dtype} {tuple(sums.shape)}")
+    if path.dtype != torch.int32 or path_len.dtype != torch.int32 or path.shape[1] < steps or forest.max_requests < num_requests:
+        raise ValueError(f"path must be int32 [{num_requests}, >= {steps}], got {path.dtype} {tuple(path.shape)}")
+    add_counts_kernel[(1,)](
+        forest.node_offset,
+        path,
+        path_len,
+        sums,
+        num_requests,
+        steps,
+        path.stride(0),
+        BR=BLOCK,
+        BS=triton.next_power_of_2(steps),
+        num_warps=1,
+    )

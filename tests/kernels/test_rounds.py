@@ -1,0 +1,51 @@
+"""What a round leaves for the counters and the drafter: sums over paths, and rows in the order of a chain."""
+
+import pytest
+import torch
+from conftest import make_forest, path_to, random_parents
+
+from bole_vllm.kernels.walk import COUNTS, add_counts, chain_order, naive
+
+
+def random_round(seed: int, requests: int, max_nodes: int, max_depth: int, device):
+    """Forest, [R, D + 1] paths (each to a random node, some along the spine) and their lengths; requests without a node among them."""
+    gen = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(0, max_nodes + 1, (requests,), generator=gen).tolist()
+    trees = [random_parents(n, max_depth, gen) if n else [] for n in sizes]
+    path, length = torch.full((requests, max_depth + 3), 999, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
+    for r, tree in enumerate(trees):
+        if tree:
+            taken = path_to(tree, int(torch.randint(0, len(tree), (1,), generator=gen)))
+            path[r, : len(taken)], length[r] = torch.tensor(taken, dtype=torch.int32), len(taken)
+    return make_forest(trees, device, max_depth=max_depth), sizes, path.to(device), length.to(device)
+
+
+@pytest.mark.parametrize("requests", [1, 3, 32, 33, 70])
+def test_counts_match_naive(requests, device):
+    sums, want = torch.zeros(len(COUNTS), dtype=torch.int64, device=device), [0] * len(COUNTS)
+    for seed in range(4):
+        forest, _, path, length = random_round(seed, requests, 9, 4, device)
+        add_counts(forest, path, length, sums)
+        want = [a + b for a, b in zip(want, naive.counts(forest, path, length), strict=True)]
+        assert sums.tolist() == want, f"seed {seed}"
+    assert requests < 32 or min(want) > 0, "every counter counted something"
+
+
+def test_counts_refuse_wrong_arguments(device):
+    forest, _, path, length = random_round(0, 2, 5, 3, device)
+    sums = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="sums must be int64"):
+        add_counts(forest, path, length, sums.int())
+    with pytest.raises(ValueError, match="path must be int32"):
+        add_counts(forest, path[:, :2], length, sums)
+
+
+@pytest.mark.parametrize("requests", [1, 5, 40])
+def test_accepted_rows_come_first(requests, device):
+    """Requests of trees, of prompts (no path; longer than a program's step) and rows that belong to nobody."""
+    for seed in range(3):
+        _, sizes, path, length = random_round(100 + seed, requests, 9, 4, device)
+        rows = [size if size else 300 for size in sizes]
+        start = torch.tensor([0, *torch.tensor(rows).cumsum(0).tolist()], dtype=torch.int32, device=device)
+        total = int(start[-1]) + 5
+        assert chain_order(start, path, length, total).tolist() == naive.chain_order(start, path, length, total), f"seed {seed}"
