@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,15 +18,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `benchmarks` is 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is imported
 
-from benchmarks.offline import arms, memory, path, texts, trace
-from benchmarks.offline.arm import refusal
-from benchmarks.offline.arms import Arm
+from benchmarks.offline import arm as arm_process
+from benchmarks.offline import arms, launch, memory, path, texts, trace
+from benchmarks.offline.arms import Arm, engine_arguments, engine_name, engines
 from benchmarks.offline.choose import best_of, chosen_ratios, slower_points, tree_settings, with_ratios
+from benchmarks.offline.engine import refusal, set_drafts
 from benchmarks.offline.job import Job, Record
 from benchmarks.offline.launch import run_arms, share_of
 from benchmarks.offline.marks import grid, offline_marks
 from benchmarks.offline.options import DEMO_MODEL, WORKLOADS, Options, add_arguments
-from benchmarks.offline.parts import Round, Span, medians, parts_of
+from benchmarks.offline.parts import Round, Span, medians, parts_of, start_parts, stop_parts
 from benchmarks.offline.plots import draw
 from benchmarks.offline.prompts import groups, read_workload
 from benchmarks.offline.rounds import Step, Window, joined, window
@@ -92,17 +95,89 @@ def test_workload_files(tmp_path):
 
 
 def test_arms_by_name():
-    assert Arm.parse("plain").engine_arguments(arms.BOLE) == {}
-    assert Arm.parse("chain-5").engine_arguments(arms.BOLE) == {"speculative_config": {"method": "mtp", "num_speculative_tokens": 5}}
     tree = Arm.parse("tree-16-d5-k3-v4096")
     assert (tree.nodes, tree.num_drafts, tree.bole) == (16, 15, {"topk": 3, "max_depth": 5, "draft_vocab": 4096})
-    serial = Arm.parse("serial-8-d4").engine_arguments({"topk": 9, "debug": True})["additional_config"]["bole"]
-    assert serial == {"topk": 4, "max_depth": 4, "verify": "serial", "debug": True}, "an arm's own settings come first"
+    assert Arm.parse("serial-8-d4").bole == {"topk": 4, "max_depth": 4, "verify": "serial"}
     assert {Arm.parse(name).name for name in (*arms.DEFAULT, *arms.QUICK, *arms.TINY)} >= set(arms.TINY)
     for wrong in ("tree", "tree-16", "chain-", "plain-2"):
         with pytest.raises(ValueError, match="no arm"):
             Arm.parse(wrong)
     assert arms.select("plain,chain,tree-8-d2,chain-3", ()) == ("plain", "chain-2", "chain-3", "chain-5", "chain-7", "tree-8-d2")
+
+
+def grouped(*names: str) -> list[list[str]]:
+    return [[arm.name for arm in group] for group in engines([Arm.parse(name) for name in names])]
+
+
+def test_arms_that_differ_in_the_number_of_drafts_share_an_engine():
+    assert grouped("tree-8-d4", "plain", "chain-5", "tree-9-d4") == [["tree-8-d4", "tree-9-d4"], ["plain"], ["chain-5"]]
+    assert grouped("chain-5", "chain-2") == [["chain-5", "chain-2"]]
+    assert grouped("tree-8-d4", "serial-16-d4", "tree-16-d4-k3", "tree-16-d4-v99") == [
+        ["tree-8-d4"], ["serial-16-d4"], ["tree-16-d4-k3"], ["tree-16-d4-v99"]
+    ], "another setting is another engine"  # fmt: skip
+    assert grouped("tree-8-d4", "tree-16-d6", "tree-8-d5", "tree-16-d7", "tree-9-d2") == [
+        ["tree-8-d4", "tree-16-d6", "tree-9-d2"], ["tree-8-d5", "tree-16-d7"]
+    ], "one depth for a number of nodes"  # fmt: skip
+    names = [engine_name(group) for group in engines([Arm.parse(name) for name in arms.DEFAULT])]
+    assert names == ["plain", "chain-2+3+5+7", "tree-8-d4+16-d6+32-d8+64-d10-v32768", "tree-32-d8", "serial-8-d4+16-d6-v32768"]
+    assert len(engines([Arm.parse(name) for name in arms.QUICK])) == 4 and len(grouped(*arms.TINY)) == 3
+
+
+def arguments(*names: str, max_num_seqs: int = 16, **bole) -> dict:
+    return engine_arguments([Arm.parse(name) for name in names], bole, max_num_seqs)
+
+
+def test_engine_arguments_of_one_arm():
+    assert arguments("plain", debug=True) == {}
+    assert arguments("chain-5", debug=True) == {"speculative_config": {"method": "mtp", "num_speculative_tokens": 5}}
+    serial = arguments("serial-8-d4", topk=9, debug=True)
+    assert serial["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 7}
+    own = {"topk": 4, "max_depth": 4, "verify": "serial"}
+    assert serial["additional_config"]["bole"] == {**own, "debug": True}, "its own settings come first"
+
+
+def test_engine_arguments_of_several_arms():
+    """Drafts for the longest, a schedule that names every number once and ends as late as it can, a depth for every number of nodes."""
+    chain = arguments("chain-2", "chain-7", "chain-3")
+    assert chain == {
+        "speculative_config": {
+            "method": "mtp", "num_speculative_tokens": 7, "num_speculative_tokens_per_batch_size": [[1, 14, 2], [15, 15, 7], [16, 16, 3]]
+        }
+    }  # fmt: skip
+    tree = arguments("tree-16-d6-v99", "tree-8-d4-v99", max_num_seqs=2, max_depth=1)
+    assert tree["speculative_config"]["num_speculative_tokens_per_batch_size"] == [[1, 1, 15], [2, 2, 7]]
+    assert tree["additional_config"]["bole"] == {"topk": 4, "max_depth": [[8, 4], [16, 6]], "draft_vocab": 99}
+    with pytest.raises(ValueError, match=r"3 arms share an engine \(2, 7, 3 drafts\).* max_num_seqs is 2: raise it, or choose fewer arms"):
+        arguments("chain-2", "chain-7", "chain-3", max_num_seqs=2)
+
+
+def test_schedules_are_ones_that_vllm_takes():
+    """Every number of drafts is in the list that the scheduler looks up, so vLLM captures graphs for it."""
+    pytest.importorskip("vllm")
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    for group in engines([Arm.parse(name) for name in arms.DEFAULT]):
+        if len(group) > 1:
+            speculative = engine_arguments(group, {}, 16)["speculative_config"]
+            schedule = speculative["num_speculative_tokens_per_batch_size"]
+            lookup = build_dynamic_sd_schedule_lookup(schedule, 16, speculative["num_speculative_tokens"])
+            assert sorted(set(lookup[1:])) == sorted(arm.num_drafts for arm in group)
+
+
+def fake_engine(lookup: list[int] | None, in_process: bool = True) -> SimpleNamespace:
+    core = SimpleNamespace(scheduler=SimpleNamespace(dynamic_sd_lookup=lookup))
+    speculative = SimpleNamespace(uses_dynamic_speculative_decoding=lambda: lookup is not None)
+    client = SimpleNamespace(engine_core=core) if in_process else SimpleNamespace()
+    return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client, vllm_config=SimpleNamespace(speculative_config=speculative)))
+
+
+def test_an_arm_sets_its_drafts_for_every_batch_size():
+    lookup = [0, 2, 2, 7]
+    set_drafts(fake_engine(lookup), 5)
+    assert lookup == [5, 5, 5, 5], "in place: the scheduler keeps the list"
+    set_drafts(fake_engine(None, in_process=False), 5)
+    with pytest.raises(RuntimeError, match="leave VLLM_ENABLE_V1_MULTIPROCESSING at 0"):
+        set_drafts(fake_engine(lookup, in_process=False), 5)
 
 
 def parse(*words: str) -> Options:
@@ -122,14 +197,26 @@ def test_file_name_tells_a_full_run():
     assert Options(tiny=True).results_name(complete=True) == "tiny-offline"
 
 
-def test_every_arm_gets_the_same_engine_arguments():
-    jobs = make_jobs(parse("--tiny", "--compilation", '{"mode": 0}'), Path("/nowhere"), Path("/nowhere"), "cpu")
+def test_every_engine_gets_the_same_arguments_but_its_own():
+    options = parse("--tiny", "--compilation", '{"mode": 0}', "--bole", '{"debug": true}')
+    jobs = make_jobs(options, Path("/nowhere"), Path("/nowhere"), "cpu")
+    assert [job.arm for job in jobs] == list(arms.TINY)
     own = {"speculative_config", "additional_config"}
     shared = [{name: value for name, value in job.engine.items() if name not in own} for job in jobs]
-    assert len(jobs) == 3 and all(one == shared[0] for one in shared)
+    assert all(one == shared[0] for one in shared)
     assert shared[0]["compilation_config"] == {"mode": 0} and shared[0]["enable_prefix_caching"] is False
-    assert [job.engine["additional_config"]["bole"]["graphs"] for job in jobs if "additional_config" in job.engine] == [True]
-    assert len({job.digest for job in jobs}) == 3
+    plain, chain, tree, smaller = (job.engine for job in jobs)
+    assert tree == smaller and not own & plain.keys() and "additional_config" not in chain
+    assert tree["additional_config"]["bole"] == {"debug": True, "topk": 4, "max_depth": [[5, 3], [8, 4]]}
+    assert len({job.digest for job in jobs}) == 4, "arms of one engine have records of their own"
+
+
+def test_arms_of_an_engine_are_measured_after_each_other():
+    options = parse("--tiny", "--arms", "tree-8-d4,plain,chain-3,tree-5-d3")
+    jobs = make_jobs(options, Path("/nowhere"), Path("/nowhere"), "cpu")
+    assert [job.arm for job in jobs] == ["tree-8-d4", "tree-5-d3", "plain", "chain-3"]
+    with pytest.raises(SystemExit, match=r"--arms: 4 arms share an engine .* raise it"):
+        make_jobs(parse("--tiny", "--arms", "chain"), Path("/nowhere"), Path("/nowhere"), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -189,23 +276,20 @@ SURE = {1: 9.0, 2: 3.0}
 
 
 @pytest.mark.parametrize(
-    ("plain_top", "arm_top", "verdict"),
+    ("top", "verdict"),
     [
         # bfloat16 numbers between 8 and 16 are 1/16 apart; a tie is four of those
-        ({5: 9.25, 6: 9.0}, {6: 9.0, 5: 9.0}, "tie"),
-        ({5: 9.3125, 6: 9.0}, {6: 9.0, 5: 9.0}, "beyond"),
-        ({5: 9.0, 6: 9.0}, {6: 10.0, 5: 9.0}, "beyond"),
-        ({5: 9.25, 6: 9.0}, None, "tie"),
-        (None, {6: 10.0, 5: 9.0}, "beyond"),
-        (None, None, "unjudged"),
-        ({5: 12.0, 7: 9.0}, None, "beyond"),  # the other token is not among the largest: below the last of them
-        ({5: 9.25, 7: 9.0}, None, "unjudged"),  # below 9.0, nobody knows how far
+        ({5: 9.25, 6: 9.0}, "tie"),
+        ({5: 9.0, 6: 9.0}, "tie"),
+        ({5: 9.3125, 6: 9.0}, "beyond"),
+        (None, "unjudged"),
+        ({5: 12.0, 7: 9.0}, "beyond"),  # the other token is not among the largest: below the last of them
+        ({5: 9.25, 7: 9.0}, "unjudged"),  # below 9.0, nobody knows how far
     ],
 )
-def test_partings_are_judged_by_logits(plain_top, arm_top, verdict):
+def test_partings_are_judged_by_plain_decoding_s_logits(top, verdict):
     plain, arm = [[1, 5, 3], [4, 4, 4]], [[1, 6, 9], [4, 4, 4]]
-    sides = [None if top is None else [logits(text[0], SURE, top)] for text, top in ((plain, plain_top), (arm, arm_top))]
-    (found,) = texts.partings(plain, arm, *sides)
+    (found,) = texts.partings(plain, arm, None if top is None else [logits(plain[0], SURE, top)])
     assert (found.prompt, found.position, found.verdict) == (0, 1, verdict)
     counts = texts.equality([found], 2)
     assert counts["equal"] == 1 and counts[verdict] == 1 and sum(counts[name] for name in ("tie", "beyond", "unjudged")) == 1
@@ -214,7 +298,7 @@ def test_partings_are_judged_by_logits(plain_top, arm_top, verdict):
 def test_logits_of_another_text_do_not_judge():
     """Recorded in a batch in which an earlier token already differed."""
     other = [logits([2, 5, 3], SURE, {5: 99.0, 6: 0.0})]
-    (found,) = texts.partings([[1, 5, 3]], [[1, 6, 3]], other, None)
+    (found,) = texts.partings([[1, 5, 3]], [[1, 6, 3]], other)
     assert found.verdict == "unjudged"
 
 
@@ -448,6 +532,25 @@ def test_memory_against_a_plain_engine_with_the_head():
     assert rows_of_memory([alone])[0]["x_plain_mtp"] is None
 
 
+def test_one_row_of_memory_for_an_engine():
+    """With the name of all its arms, from the first of them that knows; engines of other shapes are others; none where none started."""
+    known = {"kv_tokens": 450, "kv_bytes": 450, "mtp_bytes": 100, "spec_blocks": 0}
+    records = [
+        Record("x", "9b", "plain", memory={**known, "mtp_bytes": 0}),
+        Record("x", "9b", "tree-8-d4-v99", "error"),
+        Record("x", "9b", "tree-16-d6-v99", memory=known),
+        Record("x", "9b", "chain-3", "error"),
+        Record("x", "27b", "tree-8-d4-v99", memory={**known, "kv_tokens": 7}),
+        Record("x", "27b", "tree-16-d6-v99", memory=known),
+    ]
+    found = rows_of_memory(records)
+    assert [(one["shape"], one["arm"], one["kv_tokens"]) for one in found] == [
+        ("9b", "plain", 450), ("9b", "tree-8-d4+16-d6-v99", 450), ("27b", "tree-8-d4+16-d6-v99", 7)
+    ]  # fmt: skip
+    marks = offline_marks([], [], [{**one, "shape": shape, "max_num_seqs": 16} for one in found[:2] for shape in ("9b", "27b")])
+    assert marks[-1].note == "tree-8-d4+16-d6-v99" and marks[-1].value is not None
+
+
 def test_tables_and_pictures(tmp_path):
     rows, parts, memory_rows = full_run()
     table = pivot(rows, "tokens_per_s")
@@ -473,6 +576,28 @@ def test_parts_add_up_to_the_round():
     assert found == {"prepare": 1000, "verify": 2500, "sample": 1500, "commit": 250, "draft": 1000, "other": 1750, "round": 8000}
     slower = {name: 3 * value for name, value in found.items()}
     assert medians([found, slower, found])["other_ms"] == 1750 and medians([]) is None
+
+
+def test_a_runner_is_as_before_once_its_parts_are_timed():
+    """The next arm of the engine is timed without wrapped methods."""
+
+    class Runner:
+        num_speculative_steps, device, speculator = 3, torch.device("cpu"), None
+
+        def __init__(self):
+            self.model = SimpleNamespace(forward=len)
+
+        def execute_model(self, scheduled):
+            return self.model.forward(scheduled.num_scheduled_tokens)
+
+    runner = Runner()
+    before = dict(vars(runner)), dict(vars(runner.model))
+    worker = SimpleNamespace(model_runner=runner)
+    start_parts(worker)
+    step = SimpleNamespace(num_scheduled_tokens={"a": 4}, scheduled_new_reqs=[])
+    assert [runner.execute_model(step) for _ in range(3)] == [1, 1, 1] and "execute_model" in vars(runner)
+    assert [one["verify"] > 0 for one in stop_parts(worker, 1)] == [True, True]
+    assert (vars(runner), vars(runner.model)) == before and list(vars(worker)) == ["model_runner"]
 
 
 def test_kernels_belong_to_the_scope_of_their_launch():
@@ -515,24 +640,93 @@ def test_kernels_belong_to_the_scope_of_their_launch():
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_arm_that_fails_costs_only_itself(tmp_path):
-    """Neither arm can start an engine; the second has no time left either."""
+def test_an_engine_that_cannot_start_costs_only_its_arms(tmp_path):
+    """Neither engine can start, the first one's two arms are told why; the second has no time left either."""
     done = []
-    jobs = [job("nonsense"), job("nonsense", shape="9b")]
-    (first,) = run_arms(jobs[:1], tmp_path, None, False, lambda records: done.append(len(records)))
-    assert first.status == "error" and "no arm 'nonsense'" in first.reason
-    records = run_arms(jobs[1:], tmp_path, 0.0, False, lambda records: done.append(len(records)))
+    jobs = [job("nonsense"), job("plain"), job("nonsense", shape="9b")]
+    records = run_arms(jobs[:2], tmp_path, None, False, lambda records: done.append(len(records)))
+    assert [record.status for record in records] == ["error", "error"] and all("no arm 'nonsense'" in record.reason for record in records)
+    assert [file.name for file in tmp_path.glob("*.log")] == ["small-nonsense.log"], "one process"
+    records = run_arms(jobs[2:], tmp_path, 0.0, False, lambda records: done.append(len(records)))
     assert records[0].status == "not started" and "budget" in records[0].reason
-    assert done == [1, 1]
-    assert not_measured(jobs[1:], records) == [
+    assert done == [2, 1]
+    assert not_measured(jobs[2:], records) == [
         {"shape": "9b", "arm": "nonsense", "what": "all points", "reason": "not started: the time budget is spent"}
     ]
 
 
-def test_arms_share_the_time_left():
-    assert share_of(100.0, 4, []) == 25.0
-    assert share_of(100.0, 4, [10.0, 20.0]) == 40.0, "twice the slowest start"
-    assert share_of(30.0, 4, [20.0]) == 30.0, "no more than there is"
+def processes(monkeypatch, *endings: dict[str, str]) -> list[list[str]]:
+    """Instead of processes: the status that each of them leaves in the records of some arms. Returns the arms that they are given."""
+    given: list[list[str]] = []
+
+    def process(tasks, deadline, on_gpu):
+        ending = endings[len(given)]
+        given.append([task.job.arm for task in tasks])
+        for task in tasks:
+            task.wait()
+            task.record.status = ending.get(task.job.arm, "waiting")
+            task.record.save(task.file(".json"))
+        return "its end"
+
+    monkeypatch.setattr(launch, "_process", process)
+    return given
+
+
+def test_one_process_for_the_arms_of_an_engine(tmp_path, monkeypatch):
+    """An arm that fails or takes the process down ends it, and those after it get another; a second run takes up what is not done."""
+    engine = {"max_num_seqs": 4}
+    jobs = [job("plain"), *(job(f"chain-{k}", engine=engine) for k in (2, 3, 5, 7)), job("chain-2", shape="9b", engine=engine)]
+    given = processes(
+        monkeypatch, {"plain": "ok"}, {"chain-2": "ok", "chain-3": "error"}, {"chain-5": "running"}, {"chain-7": "partial"},
+        {"chain-2": "refused"},
+    )  # fmt: skip
+    done = []
+    records = run_arms(jobs, tmp_path, None, False, lambda records: done.append(len(records)))
+    assert given == [["plain"], ["chain-2", "chain-3", "chain-5", "chain-7"], ["chain-5", "chain-7"], ["chain-7"], ["chain-2"]]
+    assert [record.status for record in records] == ["ok", "ok", "error", "error", "partial", "refused"] and done == [1, 5, 6]
+    assert records[3].reason == "its end", "the process was killed in it"
+    given = processes(monkeypatch, {"chain-3": "ok", "chain-5": "ok", "chain-7": "ok"})
+    records = run_arms(jobs, tmp_path, None, False, lambda records: None)
+    assert given == [["chain-3", "chain-5", "chain-7"]], "no engine for what is done"
+    assert [record.status for record in records] == ["ok"] * 5 + ["refused"]
+
+
+def test_engines_share_the_time_left_by_their_arms():
+    assert share_of(100.0, 1, 4, []) == 25.0 and share_of(100.0, 3, 4, []) == 75.0
+    assert share_of(100.0, 1, 4, [10.0, 20.0]) == 40.0, "twice the slowest start"
+    assert share_of(100.0, 3, 4, [20.0]) == 75.0, "which a larger share holds"
+    assert share_of(30.0, 1, 4, [20.0]) == 30.0, "no more than there is"
+
+
+class FakeRun:
+    """An arm that ends as it is told."""
+
+    def __init__(self, status: str) -> None:
+        self.job, self.record, self.status, self.seconds = None, SimpleNamespace(status="waiting"), status, None
+
+    def run(self, llm, deadline: float, started: float) -> None:
+        self.seconds, self.start_s = deadline - time.time(), time.monotonic() - started
+        self.end(self.status)
+
+    def end(self, status: str, reason: str = "") -> None:
+        self.record.status, self.record.reason = status, reason
+
+
+def test_arms_of_a_process_share_its_time(monkeypatch):
+    """Evenly; the start counts for the first of them; none after one that failed; none at all without an engine."""
+    monkeypatch.setattr(arm_process.engine, "start", lambda job: time.sleep(0.1))
+    runs = [FakeRun(status) for status in ("ok", "partial", "error", "ok")]
+    arm_process.run_all(runs, time.time() + 120.1)
+    assert [run.record.status for run in runs] == ["ok", "partial", "error", "waiting"]
+    assert [run.seconds and round(run.seconds) for run in runs] == [30, 40, 60, None]
+    assert runs[0].start_s >= 0.1 > runs[1].start_s
+
+    def fail(job):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(arm_process.engine, "start", fail)
+    arm_process.run_all(runs, float("inf"))
+    assert all(run.record.status == "error" and "no memory" in run.record.reason for run in runs)
 
 
 def test_a_refusal_is_told_from_an_error():
@@ -559,10 +753,11 @@ def command(*words: object) -> subprocess.CompletedProcess:
 
 
 def test_command_passes_through_without_a_gpu(tmp_path):
-    """The command as a user types it: two engines, their paths asserted, tokens compared, files written; and a second time from the
-    records, without an engine."""
+    """The command as a user types it: two engines, one of them for two arms, their paths asserted, tokens compared, files written; and a
+    second time from the records, without an engine."""
     pytest.importorskip("vllm")
-    names = ("plain", "tree-8-d4")
+    nodes = {"tree-8-d4": 8, "tree-5-d3": 5}
+    names = ("plain", *nodes)
     words = ["--tiny", "--arms", ",".join(names), "--out", tmp_path / "out", "--records", tmp_path / "records"]
     done = command(*words)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -578,22 +773,26 @@ def test_command_passes_through_without_a_gpu(tmp_path):
         counts = one.get("equality")
         assert (counts is None) == (name == "plain")
         assert counts is None or (counts["equal"] + counts["tie"] == 2 and counts["beyond"] == 0)
-    served = rows["tree-8-d4", 2]["counters"]
-    assert served["tree_rows"] > 0 and served["nodes"] - (served["rows"] - served["tree_rows"]) == 8 * served["tree_rows"]
+    for (name, size), batch in ((item, batch) for item in nodes.items() for batch in (1, 2)):
+        served = rows[name, batch]["counters"]
+        assert served["tree_rows"] > 0 and served["nodes"] - (served["rows"] - served["tree_rows"]) == size * served["tree_rows"]
     parts = {one["arm"]: one for one in data["parts"]}
-    assert parts["plain"]["draft_ms"] == 0 and parts["tree-8-d4"]["draft_ms"] > 0 and parts["tree-8-d4"]["commit_ms"] > 0
+    assert parts["plain"]["draft_ms"] == 0 and all(parts[name]["draft_ms"] > 0 and parts[name]["commit_ms"] > 0 for name in nodes)
     assert all(one["verify_ms"] > 0 and one["rounds"] > 0 for one in parts.values())
     engines = {one["arm"]: one for one in data["memory"]}
-    assert engines["tree-8-d4"]["spec_blocks"] == 0
+    assert set(engines) == {"plain", "tree-8-d4+5-d3"} and engines["tree-8-d4+5-d3"]["spec_blocks"] == 0
     assert all(2**26 < one["kv_bytes"] <= 2**27 for one in engines.values())
-    plain = json.loads((tmp_path / "records" / "small-plain.json").read_text())
-    for text in plain["logits"]["demo"]:
+    records = {name: json.loads((tmp_path / "records" / f"small-{name}.json").read_text()) for name in names}
+    assert all(records[name]["logits"] == {} and records[name]["engine"]["bole_stats"]["tree_size"] == 8 for name in nodes)
+    assert records["tree-8-d4"]["start_s"] > records["tree-5-d3"]["start_s"], "the engine's start is counted once"
+    for text in records["plain"]["logits"]["demo"]:
         assert [max(place, key=lambda pair: pair[1])[0] for place in text["top"]] == text["tokens"], "greedy tokens have the largest logit"
     assert {"device", "torch", "triton", "vllm", "commit", "command"} <= set(data["env"])
     assert (tmp_path / "out" / "tiny-offline.txt").exists() and len(list((tmp_path / "out").glob("*.png"))) == 3
     last = json.loads(done.stdout.strip().splitlines()[-1])
     assert last["file"] == str(tmp_path / "out" / "tiny-offline.json") and last["not_measured"] == 0
     logs = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "records").glob("*.log")}
+    assert set(logs) == {"small-plain.log", "small-tree-8-d4.log"}, "one engine for both trees"
     again = command(*words)
     assert again.returncode == 0, again.stdout + again.stderr
     assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "records").glob("*.log")} == logs, "an engine was started again"

@@ -1,4 +1,4 @@
-"""`python -m benchmarks offline`: engines end to end. Plain decoding, MTP chains and trees on the same prompts, one engine start an arm.
+"""`python -m benchmarks offline`: engines end to end. Plain decoding, MTP chains and trees on the same prompts.
 
     python -m benchmarks offline --model 9b=SMALL_A --model 27b=SMALL_B --workloads DIR      # a GPU; hours
     python -m benchmarks offline --model 9b=SMALL_A --workloads DIR --quick --budget-s 540   # the first look
@@ -10,7 +10,12 @@ the last one before the first request ended. All B requests decode through that 
 at the end and a round cut off by `max_tokens` are outside. Two runs of different `max_tokens` would be the alternative; their difference
 holds the shrinking tail, which is longer the more the requests' acceptance varies, so it would be biased against drafts.
 
-The engine runs in the arm's process (VLLM_ENABLE_V1_MULTIPROCESSING=0 unless set): no message passing in a round, the same for every arm.
+Starting an engine takes a minute or two, so arms that differ in the number of drafts only share one (arms.engines), one after the other. It
+captures graphs for every arm's number of drafts, and each arm's rounds have its own number, whatever the batch size. What an engine sets
+aside for the longest drafts it sets aside for all of its arms: memory is reported per engine. On a CPU chains of fewer drafts than their
+engine's most emit other text than plain decoding: vLLM 0.32's convolution there takes every round for one of the most drafts.
+
+The engine runs in its arms' process (VLLM_ENABLE_V1_MULTIPROCESSING=0 unless set): no message passing in a round, the same for every arm.
 """
 
 from __future__ import annotations

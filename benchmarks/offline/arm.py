@@ -1,4 +1,7 @@
-"""One arm in a process of its own: `python -m benchmarks.offline.arm JOB RECORD [DEADLINE]`, the deadline in seconds of the epoch."""
+"""Arms of one engine, in a process of their own: `python -m benchmarks.offline.arm DEADLINE JOB RECORD [JOB RECORD ...]`.
+
+The deadline in seconds of the epoch, `-` for none; all jobs name the same engine.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kernels.case import describe
-from benchmarks.offline import memory, parts, path, rounds, trace
+from benchmarks.offline import engine, memory, parts, path, rounds, trace
 from benchmarks.offline.arms import Arm
 from benchmarks.offline.job import Job, Point, Record, point_key
 from benchmarks.offline.prompts import groups
@@ -23,18 +26,42 @@ class OutOfTime(Exception):
 
 
 class ArmRun:
-    """An engine and what it is asked to measure."""
+    """An arm, its record, and the engine it is measured in."""
 
-    def __init__(self, job: Job, record: Record, file: Path, deadline: float) -> None:
-        self.job, self.record, self.file, self.deadline = job, record, file, deadline
+    def __init__(self, job: Job, file: Path) -> None:
+        self.job, self.file = job, file
         self.arm = Arm.parse(job.arm)
+        self.record = Record.open(file, job)
         self.llm: Any = None
+        self.deadline = float("inf")
         self.problems: list[str] = []
 
-    def run(self) -> None:
-        """Every point once, then what explains them, then the repeats; stops at the deadline. The record is saved on the way."""
-        started = time.monotonic()
-        self.start()
+    def run(self, llm: Any, deadline: float, started: float) -> None:
+        """Measure until the deadline; the record says how that ended, and is saved on the way.
+
+        `started`: when, on the monotonic clock, what the arm costs before its first point began.
+        """
+        self.llm, self.deadline = llm, deadline
+        self.end("running")
+        try:
+            self.measure_all(started)
+            self.end("ok")
+        except OutOfTime as reason:
+            self.end("partial", str(reason))
+        except Exception as error:  # recorded: it costs this arm only
+            traceback.print_exc()
+            self.end("error", describe(error))
+
+    def end(self, status: str, reason: str = "") -> None:
+        """Put it on the record."""
+        self.record.status, self.record.reason = status, reason
+        self.record.save(self.file)
+        print(f"{self.record.shape} {self.record.arm}: {status} {reason}", flush=True)
+
+    def measure_all(self, started: float) -> None:
+        """Every point as often as asked, then what explains them."""
+        engine.set_drafts(self.llm, self.arm.num_drafts)
+        self.note_engine()
         self.warm_up()
         self.record.start_s.append(round(time.monotonic() - started, 1))
         for repeat in range(self.job.repeats):
@@ -42,33 +69,25 @@ class ArmRun:
                 self.check_time()
                 if self.record.runs(point) <= repeat:
                     self.attempt(f"{point_key(point)}, run {repeat}", lambda point=point: self.measure(point))
-            if repeat == 0:
-                self.explain()
+        self.explain()
 
-    def start(self) -> None:
-        """Start the engine and note what it is."""
-        from vllm import LLM
-
-        if self.job.scale_up:
-            from benchmarks.models.loader import register_loader
-
-            register_loader()
-        self.llm = LLM(**self.job.engine)
+    def note_engine(self) -> None:
+        """What it is, and whether it is one of this arm's."""
         found = self.llm.collective_rpc(path.classes)[0]
         stats = self.llm.collective_rpc("bole_stats")[0] if self.arm.bole is not None else {}
         verify = self.llm.collective_rpc(path.verify_setting)[0]
         self.problems = path.wrong_classes(self.arm, found) + path.wrong_verify(self.arm, verify)
         served = {"classes": found, "verify": verify, "bole_stats": stats, "wrong_path": self.problems}
-        self.record.engine = effective_settings(self.llm) | served
+        self.record.engine = engine.effective_settings(self.llm) | served
         self.record.memory = {**memory.capacity(self.llm), **self.llm.collective_rpc(memory.bytes_of)[0]}
 
     def warm_up(self) -> None:
-        """Compiles and captures what each batch size needs, on every workload's first prompts."""
+        """Compiles what each batch size needs, on the first workload's first prompts."""
+        prompts = next(iter(self.job.prompts.values()))
         for batch in sorted({batch for _, batch, _ in self.job.points}):
-            for prompts in self.job.prompts.values():
-                self.check_time()
-                if len(prompts) >= batch:
-                    self.serve(prompts[:batch], 0.0, self.job.warmup_tokens)
+            self.check_time()
+            if len(prompts) >= batch:
+                self.serve(prompts[:batch], 0.0, self.job.warmup_tokens)
 
     def check_time(self) -> None:
         if time.time() > self.deadline:
@@ -109,8 +128,8 @@ class ArmRun:
         })  # fmt: skip
 
     def explain(self) -> None:
-        """Logits of the greedy texts, parts of a round, traces: what is not on the record yet."""
-        for workload in self.job.prompts:
+        """Logits of plain decoding's greedy texts, which ties are judged by, parts of a round, traces: what is not on the record yet."""
+        for workload in self.job.prompts if self.arm.family == "plain" else ():
             if workload not in self.record.logits:
                 self.check_time()
                 self.attempt(f"logits of {workload}", lambda workload=workload: self.note_logits(workload))
@@ -145,58 +164,32 @@ class ArmRun:
         self.record.parts.append(row)
 
 
-def effective_settings(llm: Any) -> dict[str, Any]:
-    """What the engine made of its settings, and versions."""
-    import torch
-    import vllm
+def run_all(runs: list[ArmRun], deadline: float) -> None:
+    """Start the engine and measure the arms in it, each with an even share of the time that is left.
 
-    config = llm.llm_engine.vllm_config
-    compilation = config.compilation_config
-    return {
-        "async_scheduling": config.scheduler_config.async_scheduling,
-        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-        "enforce_eager": config.model_config.enforce_eager,
-        "compilation_mode": getattr(compilation.mode, "name", str(compilation.mode)),
-        "cudagraph_mode": getattr(compilation.cudagraph_mode, "name", str(compilation.cudagraph_mode)),
-        "max_cudagraph_capture_size": compilation.max_cudagraph_capture_size,
-        "attention_backend": getattr(config.attention_config.backend, "name", None),
-        "block_size": config.cache_config.block_size,
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-    }
-
-
-def refusal(error: Exception) -> str | None:
-    """Why settings were turned down while the configuration was built; None for any other error.
-
-    pydantic hides the class of what a validator raised, not its text.
+    An arm that fails is the last one, as it may leave the engine in any state: the others keep the status they have.
     """
-    from pydantic import ValidationError
-
-    from bole_vllm.config import BoleConfigError
-
-    if isinstance(error, ValidationError):
-        return "; ".join(found["msg"].removeprefix("Value error, ") for found in error.errors())
-    return str(error) if isinstance(error, BoleConfigError) else None
+    started = time.monotonic()
+    try:
+        llm = engine.start(runs[0].job)
+    except Exception as error:  # recorded: it costs these arms only
+        traceback.print_exc()
+        refused = engine.refusal(error)
+        for run in runs:
+            run.end(*(("error", describe(error)) if refused is None else ("refused", refused)))
+        return
+    for index, run in enumerate(runs):
+        now = time.time()
+        run.run(llm, now + (deadline - now) / (len(runs) - index), started)
+        if run.record.status == "error":
+            return
+        started = time.monotonic()
 
 
 def main() -> None:
-    job_file, record_file, *deadline = sys.argv[1:]
-    job, file = Job.read(Path(job_file)), Path(record_file)
-    record = Record.open(file, job)
-    record.status, record.reason, record.failed = "running", "", []
-    record.save(file)
-    try:
-        ArmRun(job, record, file, float(deadline[0]) if deadline else float("inf")).run()
-        record.status = "ok"
-    except OutOfTime as reason:
-        record.status, record.reason = "partial", str(reason)
-    except Exception as error:  # recorded: it costs this arm only
-        reason = None if record.samples else refusal(error)
-        record.status, record.reason = ("error", describe(error)) if reason is None else ("refused", reason)
-        traceback.print_exc()
-    record.save(file)
-    print(f"{record.shape} {record.arm}: {record.status} {record.reason}", flush=True)
+    deadline, *files = sys.argv[1:]
+    runs = [ArmRun(Job.read(Path(job)), Path(record)) for job, record in zip(files[::2], files[1::2], strict=True)]
+    run_all(runs, float("inf") if deadline == "-" else float(deadline))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What an arm's process is asked to do, and the record it leaves. Both are JSON files."""
+"""What a process is asked to do for an arm, and the record it leaves. Both are JSON files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PATHS = ("model", "model_loader_extra_config")
 
 @dataclass(frozen=True)
 class Job:
-    """One engine and all of its points. Equal jobs measure the same thing, so a record may be continued."""
+    """One arm and all of its points. Equal jobs measure the same thing, so a record may be continued."""
 
     shape: str
     arm: str
-    # arguments of vllm.LLM
+    # arguments of vllm.LLM; jobs of a shape in which they are equal share an engine
     engine: dict[str, Any]
     # what tells the small checkpoint from others
     weights: str
@@ -67,19 +67,19 @@ class Record:
     digest: str
     shape: str
     arm: str
-    # running, ok, partial (out of time), refused (the engine does not take these settings), error
+    # waiting (for its turn in an engine), running, ok, partial (out of time), refused (the engine does not take these settings), error
     status: str = "running"
     reason: str = ""
     # settings in effect, versions; capacity and bytes (memory.py)
     engine: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
-    # seconds to an engine that has served every batch size once, one entry a start
+    # seconds until every batch size has been served once, one entry a process; the engine's start is counted for its first arm
     start_s: list[float] = field(default_factory=list)
     # one run of one point each
     samples: list[dict[str, Any]] = field(default_factory=list)
     # point_key -> tokens per prompt of its first run
     texts: dict[str, list[list[int]]] = field(default_factory=dict)
-    # workload -> greedy tokens and largest logits per prompt (rounds.logits)
+    # workload -> greedy tokens and largest logits per prompt (rounds.logits); plain decoding's only
     logits: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     parts: list[dict[str, Any]] = field(default_factory=list)
     # [{what, reason}] of what could not be measured

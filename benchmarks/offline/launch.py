@@ -1,4 +1,4 @@
-"""Runs the arms one after the other, each in a process of its own, within the time there is."""
+"""Runs the engines one after the other, each with its arms in a process of its own, within the time there is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 from benchmarks.offline.job import Job, Record
@@ -18,54 +20,100 @@ ARM_TIMEOUT_S = 3600.0
 GRACE_S = 90.0
 LOG_LINES = 12
 STARTS_WORTH = 2.0
+# of records that nothing is to be added to
+DONE = ("ok", "refused")
+
+
+@dataclass
+class Task:
+    """A job and its record, in files of the arm's name."""
+
+    job: Job
+    folder: Path
+    record: Record = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.read()
+
+    def file(self, suffix: str) -> Path:
+        return self.folder / f"{self.job.shape}-{self.job.arm}{suffix}"
+
+    def read(self) -> None:
+        """The record as it lies in its file."""
+        self.record = Record.open(self.file(".json"), self.job)
+
+    def wait(self) -> None:
+        """Write the files that a process needs; in its record the arm has not been begun."""
+        self.record.failed = []
+        self.end("waiting", "")
+        self.record.save(self.file(".json"))
+        self.job.write(self.file(".job.json"))
+
+    def end(self, status: str, reason: str) -> None:
+        self.record.status, self.record.reason = status, reason
 
 
 def run_arms(jobs: list[Job], folder: Path, budget_s: float | None, on_gpu: bool, done: Callable[[list[Record]], None]) -> list[Record]:
-    """One record a job, in their order; `done` is called with those there are after each. Logs are beside the records in `folder`.
+    """One record a job, in their order; `done` is called with those there are after each engine. Logs are beside the records in `folder`.
 
-    With a budget an arm may start points until its share of what is left has passed, its engine's start included.
+    Jobs after each other that name the same engine share it. With a budget an engine's arms may start points until its share of what is
+    left has passed, its start included.
     """
     end = None if budget_s is None else time.time() + budget_s
+    tasks = [Task(job, folder) for job in jobs]
+    engines = [list(group) for _, group in groupby(tasks, key=lambda task: (task.job.shape, task.job.engine))]
+    waiting = [[task for task in engine if task.record.status not in DONE] for engine in engines]
     found: list[Record] = []
-    for index, job in enumerate(jobs):
-        starts = [seconds for record in found for seconds in record.start_s]
-        share = None if end is None else share_of(end - time.time(), len(jobs) - index, starts)
-        found.append(_run(job, folder, share, on_gpu))
-        record = found[-1]
-        print(f"{record.shape} {record.arm}: {record.status}, {len(record.samples)} runs {record.reason[:200]}", flush=True)
+    for index, engine in enumerate(engines):
+        if arms := waiting[index]:
+            starts = [seconds for record in found for seconds in record.start_s]
+            left = sum(map(len, waiting[index:]))
+            share = None if end is None else share_of(end - time.time(), len(arms), left, starts)
+            _run(arms, None if share is None else time.time() + share, on_gpu)
+        found += [task.record for task in engine]
+        for record in found[-len(engine) :]:
+            print(f"{record.shape} {record.arm}: {record.status}, {len(record.samples)} runs {record.reason[:200]}", flush=True)
         done(found)
     return found
 
 
-def share_of(left_s: float, arms: int, starts_s: list[float]) -> float:
-    """Seconds for the next of `arms`: an even share, but at least STARTS_WORTH of the slowest start so far. An arm that spends its time on
-    its start measures nothing; better that later ones are left out."""
-    return min(left_s, max(left_s / arms, STARTS_WORTH * max(starts_s, default=0.0)))
+def share_of(left_s: float, arms: int, arms_left: int, starts_s: list[float]) -> float:
+    """Seconds for an engine of `arms` of the `arms_left`: as much for every arm, but at least STARTS_WORTH of the slowest start so far. An
+    engine that spends its time on its start measures nothing; better that later ones are left out."""
+    return min(left_s, max(left_s * arms / arms_left, STARTS_WORTH * max(starts_s, default=0.0)))
 
 
-def _run(job: Job, folder: Path, share_s: float | None, on_gpu: bool) -> Record:
-    name = f"{job.shape}-{job.arm}"
-    file = folder / f"{name}.json"
-    record = Record.open(file, job)
-    if record.status in ("ok", "refused"):  # of an earlier run
-        return record
-    if share_s is not None and share_s <= 0:
-        record.status, record.reason = "partial" if record.samples else "not started", "the time budget is spent"
-        return record
-    job_file = folder / f"{name}.job.json"
-    job.write(job_file)
-    command = [sys.executable, "-m", "benchmarks.offline.arm", str(job_file), str(file)]
-    command += [] if share_s is None else [str(time.time() + share_s)]
-    log_file = folder / f"{name}.log"
-    timeout = ARM_TIMEOUT_S if share_s is None else share_s + GRACE_S
+def _run(waiting: list[Task], deadline: float | None, on_gpu: bool) -> None:
+    """Start an engine for the arms; if one of them ended it, another one for those after it."""
+    while waiting:
+        if deadline is not None and time.time() >= deadline:
+            for task in waiting:
+                task.end("partial" if task.record.samples else "not started", "the time budget is spent")
+            return
+        how = _process(waiting, deadline, on_gpu)
+        for task in waiting:
+            task.read()
+        left = [task for task in waiting if task.record.status == "waiting"]
+        started = len(left) < len(waiting)
+        for task in waiting:
+            if task.record.status == "running" or not started:
+                task.end("error", how)
+        waiting = left if started else []
+
+
+def _process(tasks: list[Task], deadline: float | None, on_gpu: bool) -> str:
+    """Run the arms' process to its end, and say how that was."""
+    command = [sys.executable, "-m", "benchmarks.offline.arm", "-" if deadline is None else str(deadline)]
+    for task in tasks:
+        task.wait()
+        command += [str(task.file(".job.json")), str(task.file(".json"))]
+    log_file = tasks[0].file(".log")
+    timeout = ARM_TIMEOUT_S * len(tasks) if deadline is None else deadline - time.time() + GRACE_S
     with log_file.open("w") as log:
         status = _wait(command, _environment(on_gpu), log, timeout)
-    record = Record.open(file, job)
-    if status != 0 or record.status == "running":
-        tail = "\n".join(log_file.read_text(errors="replace").splitlines()[-LOG_LINES:])
-        what = f"killed after {timeout:.0f} s" if status is None else f"exit status {status}"
-        record.status, record.reason = "error", f"{what}; its log ends:\n{tail}"
-    return record
+    tail = "\n".join(log_file.read_text(errors="replace").splitlines()[-LOG_LINES:])
+    what = f"killed after {timeout:.0f} s" if status is None else f"exit status {status}"
+    return f"{what}; its log ends:\n{tail}"
 
 
 def _wait(command: list[str], environment: dict[str, str], log, timeout_s: float) -> int | None:

@@ -50,7 +50,7 @@ class Options:
     max_num_seqs: int = 16
     gpu_memory_utilization: float = 0.85
     compilation: dict[str, Any] | None = None
-    bole: dict[str, Any] = field(default_factory=lambda: dict(arms.BOLE))
+    bole: dict[str, Any] = field(default_factory=dict)
     # seconds for the whole run; None: as long as it takes
     budget_s: float | None = None
     tiny: bool = False
@@ -98,7 +98,7 @@ class Options:
             models=_models(args.model, settings.get("shapes", MARK_SHAPES), tiny),
             workload_folder=_folder(args.workloads, tiny),
             compilation=_json(args.compilation, "--compilation", None),
-            bole=_json(args.bole, "--bole", arms.BOLE),
+            bole=_json(args.bole, "--bole", {}),
             budget_s=args.budget_s,
             tiny=tiny,
             trace=args.trace,
@@ -228,7 +228,7 @@ def _models(given: list[str], shapes: tuple[str, ...], tiny: bool) -> dict[str, 
         else:
             rest = Path(word)
     found = {shape: named.get(shape, rest) for shape in shapes}
-    for shape, path in found.items():
+    for path in found.values():
         if not (path / "config.json").is_file():
             raise SystemExit(f"--model: {path} holds no config.json")
     return {shape: path.resolve() for shape, path in found.items()}
@@ -240,8 +240,9 @@ def _folder(given: Path | None, tiny: bool) -> Path | None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join
-    parser.add_argument("--model", action="append", default=[], metavar="[SHAPE=]PATH", help="small checkpoint; may be given per shape (default: the project's)")
-    parser.add_argument("--workloads", type=Path, metavar="DIR", help='folder of NAME.jsonl, each line {"prompt_token_ids": [...]} (default: the project\'s)')
+    ours = "default: the project's"
+    parser.add_argument("--model", action="append", default=[], metavar="[SHAPE=]PATH", help=f"small checkpoint, per shape ({ours})")
+    parser.add_argument("--workloads", type=Path, metavar="DIR", help=f'folder of NAME.jsonl of {{"prompt_token_ids": [...]}} ({ours})')
     parser.add_argument("--shapes", help=f"comma-separated, of {names(SHAPES)} (default: {names(MARK_SHAPES)})")
     parser.add_argument("--arms", help=f"comma-separated names or families ({names(arms.FAMILIES)}); default: {names(arms.DEFAULT)}")
     parser.add_argument("--kinds", metavar="NAMES", help=f"comma-separated workloads (default: {names(WORKLOADS)})")
@@ -254,11 +255,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int, help="of every engine (default: 16, or the largest batch)")
     parser.add_argument("--gpu-memory-utilization", type=float, help="default: 0.85")
     parser.add_argument("--compilation", metavar="JSON", help="compilation_config of every arm (default: vLLM's)")
-    parser.add_argument(
-        "--bole", metavar="JSON", help=f"settings of all of Bole's arms besides their own (default: {json.dumps(arms.BOLE)})"
-    )
+    parser.add_argument("--bole", metavar="JSON", help="settings of all of Bole's arms besides their own (default: Bole's)")
     parser.add_argument("--budget-s", type=float, help="seconds for the run: no point is started after that; arms share what is left")
-    parser.add_argument("--quick", action="store_true", help="9b, six arms, batches 1 and 8, 128 tokens, one run each")
+    parser.add_argument("--quick", action="store_true", help=f"9b, {len(arms.QUICK)} arms, batches 1 and 8, 128 tokens, one run each")
     parser.add_argument("--full", action="store_true", help="also 35b-a3b and batches of 16 and 32")
     parser.add_argument("--tiny", action="store_true", help="the demo model on the CPU: every code path, no speed; what runs without a GPU")
     parser.add_argument("--trace", action="store_true", help="also a profiler trace per arm: kernels by part of the round")

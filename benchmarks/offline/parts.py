@@ -1,7 +1,7 @@
 """Time by part of a round: CUDA events around the runner's methods, a clock on the CPU.
 
 Events, not a profiler: the profiler makes every launch slower, and what is asked here is how long the device waits between them. Parts are
-measured after the timed points; wrapped methods cost a few us of host time a round.
+measured after an arm's timed points; wrapped methods cost a few us of host time a round, so they go before the next arm's.
 
     prepare   inputs, metadata, positions (execute_model outside the forward)
     verify    the target's forward and its logits
@@ -68,13 +68,15 @@ def _ms(start: Any, end: Any) -> float:
 
 
 class PartTimer:
-    """Wraps a worker's runner; records while `on`, names scopes for a profiler while `profiling`."""
+    """Wraps a worker's runner until `remove`; records while `on`, names scopes for a profiler while `profiling`."""
 
     def __init__(self, runner: Any) -> None:
         self.on = self.profiling = False
         self.on_gpu = runner.device.type == "cuda"
         self.rounds: list[Round] = []
         self._open: list[Span] = []
+        # (owner, name, attribute of its own that was there before: None for a method of its class)
+        self._wrapped: list[tuple[Any, str, Any]] = []
         self._decode_rows = runner.num_speculative_steps + 1
         execute = runner.execute_model
 
@@ -83,7 +85,7 @@ class PartTimer:
                 self.rounds.append(Round(self._mark(), self._decodes(scheduler_output)))
             return self._timed("prepare", execute, scheduler_output, *args, **kwargs)
 
-        runner.execute_model = execute_model
+        self._replace(runner, "execute_model", execute_model)
         self._wrap(runner.model, "forward", "verify")
         self._wrap(runner.model, "compute_logits", "verify")
         for name in ("run_fullgraph", "run_pw_graph"):
@@ -99,6 +101,12 @@ class PartTimer:
         rounds, self.rounds = self.rounds, []
         return [parts_of(this, after) for this, after in itertools.pairwise(rounds) if this.decodes == after.decodes == batch]
 
+    def remove(self) -> None:
+        """Leave the runner as it was."""
+        while self._wrapped:
+            owner, name, before = self._wrapped.pop()
+            delattr(owner, name) if before is None else setattr(owner, name, before)
+
     def _decodes(self, scheduler_output: Any) -> int | None:
         scheduled = scheduler_output.num_scheduled_tokens
         if scheduler_output.scheduled_new_reqs or not scheduled or max(scheduled.values()) > self._decode_rows:
@@ -108,7 +116,11 @@ class PartTimer:
     def _wrap(self, owner: Any, name: str, part: str) -> None:
         inner = getattr(owner, name, None)
         if inner is not None:
-            setattr(owner, name, lambda *args, **kwargs: self._timed(part, inner, *args, **kwargs))
+            self._replace(owner, name, lambda *args, **kwargs: self._timed(part, inner, *args, **kwargs))
+
+    def _replace(self, owner: Any, name: str, call: Callable) -> None:
+        self._wrapped.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, call)
 
     def _timed(self, part: str, call: Callable, *args: Any, **kwargs: Any) -> Any:
         with torch.profiler.record_function(SCOPE + part) if self.profiling else nullcontext():
@@ -139,6 +151,14 @@ def timer_of(worker: Any) -> PartTimer:
     return getattr(worker, _KEY)
 
 
+def removed_timer(worker: Any) -> PartTimer:
+    """The same, which times nothing any more: the next call of timer_of makes another."""
+    timer = timer_of(worker)
+    timer.remove()
+    delattr(getattr(worker, "worker", worker), _KEY)
+    return timer
+
+
 def start_parts(worker: Any) -> None:
     """RPC: record from now on."""
     timer_of(worker).on = True
@@ -146,8 +166,7 @@ def start_parts(worker: Any) -> None:
 
 def stop_parts(worker: Any, batch: int) -> list[dict[str, float]]:
     """RPC: stop, and what PartTimer.read gives."""
-    timer_of(worker).on = False
-    return timer_of(worker).read(batch)
+    return removed_timer(worker).read(batch)
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, float] | None:

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from benchmarks.offline import memory, texts
-from benchmarks.offline.arms import Arm
+from benchmarks.offline.arms import Arm, engine_name, engines
 from benchmarks.offline.job import Job, Record, point_key
 
 Row = dict[str, Any]
@@ -54,16 +54,21 @@ def _row(record: Record, runs: list[Row], plain: Record | None) -> Row:
         row |= texts.repetition(tokens)
         reference = None if plain is None or plain is record else plain.texts.get(key)
         if reference and first["temperature"] == 0:
-            found = texts.partings(reference, tokens, plain.logits.get(first["workload"]), record.logits.get(first["workload"]))
+            found = texts.partings(reference, tokens, plain.logits.get(first["workload"]))
             row["equality"] = texts.equality(found, len(tokens))
     return row
 
 
 def memory_rows(records: list[Record]) -> list[Row]:
-    """Capacity of every engine that started, each shape's compared with its plain one."""
+    """Capacity of every engine that started, each shape's compared with its plain one. `arm` is the engine's name, with all its arms."""
     found = []
     for shape in dict.fromkeys(record.shape for record in records):
-        rows = [{"shape": shape, "arm": one.arm, **one.memory} for one in records if one.shape == shape and one.memory]
+        of_arm = {record.arm: record.memory for record in records if record.shape == shape}
+        rows = []
+        for group in engines([Arm.parse(name) for name in of_arm]):
+            known = next((of_arm[arm.name] for arm in group if of_arm[arm.name]), None)
+            if known is not None:
+                rows.append({"shape": shape, "arm": engine_name(group), **known})
         found += memory.compare(rows)
     return found
 

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.models.placement import Placement
 from benchmarks.models.scale_up import write_folder
 from benchmarks.models.shapes import scaled_config
-from benchmarks.offline.arms import Arm
+from benchmarks.offline.arms import Arm, engine_arguments, engines
 from benchmarks.offline.choose import slower_points, tree_settings, with_ratios
 from benchmarks.offline.job import Job, Record
 from benchmarks.offline.launch import run_arms
@@ -42,7 +42,7 @@ def run_benchmark(options: Options) -> int:
         jobs = make_jobs(options, work, folder or work, env["device"])
 
         def save(records: list[Record]) -> None:
-            """After every arm: a run that is cut off keeps what it has."""
+            """After every engine: a run that is cut off keeps what it has."""
             if folder is not None:
                 result = results(options, env, jobs[: len(records)], records, time.monotonic() - started)
                 write_json(folder / f"{options.results_name(complete=False)}.json", result)
@@ -53,17 +53,21 @@ def run_benchmark(options: Options) -> int:
 
 
 def make_jobs(options: Options, work: Path, traces: Path, device: str) -> list[Job]:
-    """One an arm and shape, arms of a shape after each other. SystemExit where a shape or workload cannot be made."""
+    """One an arm and shape, arms of an engine after each other. SystemExit where a shape, workload or engine cannot be made."""
     commit, jobs = commit_id(), []
-    arms = [Arm.parse(name) for name in options.arms]
+    groups = engines([Arm.parse(name) for name in options.arms])
+    try:
+        own = [engine_arguments(group, options.bole, options.max_num_seqs) for group in groups]
+    except ValueError as error:
+        raise SystemExit(f"--arms: {error}") from None
     for shape in options.shapes:
         model, how = _checkpoint(shape, options.models[shape], work)
-        prompts = _prompts(options, options.models[shape], max(arm.nodes for arm in arms))
+        prompts = _prompts(options, options.models[shape], max(arm.nodes for group in groups for arm in group))
         shared = {"model": str(model), **options.engine_arguments(), **how}
         weights = checkpoint_id(options.models[shape])
-        for arm in arms:
+        for arm, arguments in ((arm, arguments) for group, arguments in zip(groups, own) for arm in group):
             jobs.append(Job(
-                shape=shape, arm=arm.name, engine=shared | arm.engine_arguments(options.bole), weights=weights, scale_up=bool(how),
+                shape=shape, arm=arm.name, engine=shared | arguments, weights=weights, scale_up=bool(how),
                 prompts=prompts, points=options.points(), repeats=options.repeats, max_tokens=options.max_tokens,
                 warmup_tokens=WARMUP_TOKENS if options.timed else 2, requests=options.prompts,
                 parts_batches=[batch for batch in options.parts_batches if batch <= options.max_num_seqs],

@@ -19,22 +19,20 @@ Logits = dict[str, Any]
 class Parting:
     """The first token of a prompt that is not plain decoding's.
 
-    plain_ulps, arm_ulps: how far each side's own token lies above the other's by its own logits, in units of the last bfloat16 place of its
-    largest logit; None where they were not recorded for the same text.
+    lead_ulps: how far plain decoding's token lies above the other by its own logits, in units of the last bfloat16 place of its largest
+    logit; None where they were not recorded for the same text.
     """
 
     prompt: int
     position: int
-    plain_ulps: float | None
-    arm_ulps: float | None
+    lead_ulps: float | None
 
     @property
     def verdict(self) -> str:
-        """`tie`: rounding explains it by all logits on record; `beyond`: it does not; `unjudged`: no logits on record."""
-        gaps = [gap for gap in (self.plain_ulps, self.arm_ulps) if gap is not None]
-        if not gaps:
+        """`tie`: rounding explains it by plain decoding's logits; `beyond`: it does not; `unjudged`: no logits on record."""
+        if self.lead_ulps is None:
             return "unjudged"
-        return "tie" if max(gaps) <= MAX_ULPS else "beyond"
+        return "tie" if self.lead_ulps <= MAX_ULPS else "beyond"
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "verdict": self.verdict}
@@ -58,20 +56,14 @@ def lead_ulps(logits: Logits | None, tokens: list[int], position: int, other: in
     return least if least > MAX_ULPS else None
 
 
-def partings(
-    plain: list[list[int]], arm: list[list[int]], plain_logits: list[Logits] | None, arm_logits: list[Logits] | None
-) -> list[Parting]:
-    """First differences of each prompt's tokens; a prompt's logits have its index."""
+def partings(plain: list[list[int]], arm: list[list[int]], logits: list[Logits] | None) -> list[Parting]:
+    """First differences of each prompt's tokens. `logits`: plain decoding's; a prompt's have its index."""
     found = []
     for place in differences(plain, arm):
         prompt, position = place["prompt"], place["position"]
         here, there = plain[prompt], arm[prompt]
-        if position >= min(len(here), len(there)):
-            found.append(Parting(prompt, position, None, None))
-            continue
-        sides = ((plain_logits, here, there), (arm_logits, there, here))
-        leads = [lead_ulps(_of(logits, prompt), mine, position, other[position]) for logits, mine, other in sides]
-        found.append(Parting(prompt, position, *leads))
+        inside = position < min(len(here), len(there))
+        found.append(Parting(prompt, position, lead_ulps(_of(logits, prompt), here, position, there[position]) if inside else None))
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.offline.parts import SCOPE, timer_of
+from benchmarks.offline.parts import SCOPE, removed_timer, timer_of
 
 Event = dict[str, Any]
 
@@ -36,9 +36,7 @@ def start_trace(worker: Any) -> None:
 
 def stop_trace(worker: Any, path: str) -> list[dict[str, Any]]:
     """RPC: stop, write the trace (a .json.gz) and return its kernels by part."""
-    timer = timer_of(worker)
-    timer.profiling = False
-    if timer.on_gpu:
+    if removed_timer(worker).on_gpu:
         torch.cuda.synchronize()
     profile = getattr(worker, _KEY)
     profile.stop()
