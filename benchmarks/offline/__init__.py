@@ -1,8 +1,10 @@
 """`python -m benchmarks offline`: engines end to end. Plain decoding, MTP chains and trees on the same prompts.
 
-    python -m benchmarks offline --model 9b=SMALL_A --model 27b=SMALL_B --workloads DIR      # a GPU; hours
-    python -m benchmarks offline --model 9b=SMALL_A --workloads DIR --quick --budget-s 540   # the first look
-    python -m benchmarks offline --tiny                                                      # a CPU: every code path, no speed
+    python -m benchmarks offline                            # a GPU; hours
+    python -m benchmarks offline --quick --budget-s 540     # the first look
+    python -m benchmarks offline --shapes small --arms plain,tree-16-d6 --batches 16 --prompts 50 --temperature 0.8 --repeats 1
+                                                            # are outputs equal: 200 prompts, greedy and seeded, ties listed
+    python -m benchmarks offline --tiny                     # a CPU: every code path, no speed
 
 How a point (shape, workload, batch size B, temperature) is timed: B requests start together through `LLMEngine.add_request`, and the clock
 is read whenever a step's new tokens have arrived. Only the steps count between the one that brought the last request its first token and

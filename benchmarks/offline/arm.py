@@ -14,9 +14,9 @@ from typing import Any
 from benchmarks.kernels.case import describe
 from benchmarks.offline import engine, memory, parts, path, rounds, trace
 from benchmarks.offline.arms import Arm
-from benchmarks.offline.job import Job, Point, Record, point_key
+from benchmarks.offline.job import Job, Point, Record, point_key, text_key
 from benchmarks.offline.prompts import groups
-from benchmarks.offline.texts import TOP_LOGITS
+from benchmarks.offline.texts import TOP_GREEDY, TOP_SAMPLED
 
 TRACE_TOKENS = 24
 
@@ -101,8 +101,8 @@ class ArmRun:
             self.record.failed.append({"what": what, "reason": str(error)})
         self.record.save(self.file)
 
-    def serve(self, prompts: list[list[int]], temperature: float, max_tokens: int) -> list[rounds.Step]:
-        return rounds.serve(self.llm.llm_engine, prompts, temperature, max_tokens)
+    def serve(self, prompts: list[list[int]], temperature: float, max_tokens: int, seeds: list[int] | None = None) -> list[rounds.Step]:
+        return rounds.serve(self.llm.llm_engine, prompts, temperature, max_tokens, seeds or range(len(prompts)))
 
     def measure(self, point: Point) -> None:
         """One run of a point: its prompts, a batch at a time."""
@@ -111,7 +111,7 @@ class ArmRun:
         before = path.counters(self.llm, self.arm)
         windows, texts = [], []
         for indices in groups(prompts, batch, self.job.requests):
-            steps = self.serve([prompts[i] for i in indices], temperature, self.job.max_tokens)
+            steps = self.serve([prompts[i] for i in indices], temperature, self.job.max_tokens, indices)
             windows.append(rounds.window(steps, batch))
             texts += rounds.texts(steps, batch)
         if any(len(text) != self.job.max_tokens for text in texts):
@@ -128,22 +128,24 @@ class ArmRun:
         })  # fmt: skip
 
     def explain(self) -> None:
-        """Logits of plain decoding's greedy texts, which ties are judged by, parts of a round, traces: what is not on the record yet."""
-        for workload in self.job.prompts if self.arm.family == "plain" else ():
-            if workload not in self.record.logits:
+        """Scores of plain decoding's texts, which ties are judged by, parts of a round, traces: what is not on the record yet."""
+        texts = {(workload, temperature) for workload, _, temperature in self.job.points} if self.arm.family == "plain" else set()
+        for text in sorted(texts):
+            if text_key(*text) not in self.record.scores:
                 self.check_time()
-                self.attempt(f"logits of {workload}", lambda workload=workload: self.note_logits(workload))
+                self.attempt(f"scores of {text_key(*text)}", lambda text=text: self.note_scores(*text))
         measured = {row["B"] for row in self.record.parts}
         for batch in self.job.parts_batches:
             if batch not in measured:
                 self.check_time()
                 self.attempt(f"parts of a round at B={batch}", lambda batch=batch: self.note_parts(batch))
 
-    def note_logits(self, workload: str) -> None:
+    def note_scores(self, workload: str, temperature: float) -> None:
         """Of as many prompts as the largest batch of the points serves."""
         batches = [batch for name, batch, _ in self.job.points if name == workload]
-        wanted = max(self.job.requests, *batches)
-        self.record.logits[workload] = rounds.logits(self.llm, self.job.prompts[workload][:wanted], self.job.max_tokens, TOP_LOGITS)
+        prompts = self.job.prompts[workload][: max(self.job.requests, *batches)]
+        top = TOP_SAMPLED if temperature else TOP_GREEDY
+        self.record.scores[text_key(workload, temperature)] = rounds.scores(self.llm, prompts, temperature, self.job.max_tokens, top)
 
     def note_parts(self, batch: int) -> None:
         """On the first workload, greedy."""

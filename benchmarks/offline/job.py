@@ -79,8 +79,8 @@ class Record:
     samples: list[dict[str, Any]] = field(default_factory=list)
     # point_key -> tokens per prompt of its first run
     texts: dict[str, list[list[int]]] = field(default_factory=dict)
-    # workload -> greedy tokens and largest logits per prompt (rounds.logits); plain decoding's only
-    logits: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    # text_key -> tokens and largest scores per prompt (rounds.scores); plain decoding's only
+    scores: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     parts: list[dict[str, Any]] = field(default_factory=list)
     # [{what, reason}] of what could not be measured
     failed: list[dict[str, str]] = field(default_factory=list)
@@ -103,6 +103,11 @@ class Record:
     def runs(self, point: Point) -> int:
         """How often the point has been measured."""
         return sum((one["workload"], one["B"], one["temperature"]) == point for one in self.samples)
+
+
+def text_key(workload: str, temperature: float) -> str:
+    """`workload/temperature`, a key of Record.scores."""
+    return f"{workload}/{temperature:g}"
 
 
 def point_key(point: Point) -> str:

@@ -7,7 +7,7 @@ from itertools import product
 
 from benchmarks.offline.arms import CHAIN_DRAFTS
 from benchmarks.offline.choose import Point, chosen_ratios, measured, point_of, tree_settings
-from benchmarks.offline.options import MARK_BATCHES, MARK_SHAPES, WORKLOADS
+from benchmarks.offline.options import MARK_BATCHES, MARK_SHAPES, SMALL, WORKLOADS
 from benchmarks.offline.rows import Row
 from benchmarks.report import Mark
 
@@ -18,9 +18,25 @@ SPEED_GOALS = {"plain": (3.0, ()), "best chain": (1.25, tuple(f"chain-{k}" for k
 
 
 def offline_marks(rows: list[Row], parts: list[Row], memory: list[Row]) -> list[Mark]:
-    """`rows` with ratios (choose.with_ratios), `parts` and `memory` as rows.py makes them."""
+    """`rows` with ratios (choose.with_ratios), `parts` and `memory` as rows.py makes them. Of a run of the small model alone, equality."""
+    if {row["shape"] for row in rows} == {SMALL}:
+        return _equality(rows)
     speeds = [_speed(rows, baseline, goal, arms) for baseline, (goal, arms) in SPEED_GOALS.items()]
     return [*speeds, *_round(rows, parts), _memory(memory)]
+
+
+def _equality(rows: list[Row]) -> list[Mark]:
+    """Texts of tree arms that are not plain decoding's, nor part from it at a tie."""
+    found = []
+    for kind, sampled in (("greedy", False), ("seeded", True)):
+        counts = [row["equality"] for row in rows if row["family"] == "tree" and "equality" in row and (row["temperature"] > 0) == sampled]
+        sums = {name: sum(one[name] for one in counts) for name in ("equal", "tie", "beyond", "unjudged")}
+        wrong = sums["beyond"] + sums["unjudged"] if counts else None
+        note = ", ".join(f"{name} {number}" for name, number in sums.items())
+        found.append(
+            Mark(f"{kind} texts of trees that part from plain decoding's other than at a tie", wrong, "texts", at_most=0, note=note)
+        )
+    return found
 
 
 def grid() -> list[Point]:

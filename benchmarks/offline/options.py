@@ -23,6 +23,7 @@ CHECKPOINT = ROOT / "benchmarks" / "models" / "checkpoint"
 # what the marks are about
 MARK_SHAPES = ("9b", "27b")
 MARK_BATCHES = (1, 2, 4, 8)
+EQUALITY_PROMPTS, EQUALITY_TOKENS = 200, 256
 # where the parts of a round are timed
 PARTS_BATCHES = (1, 16)
 
@@ -129,10 +130,19 @@ class Options:
             and self.max_num_seqs >= max(PARTS_BATCHES)
         )
 
+    @property
+    def covers_equality(self) -> bool:
+        """Whether it compares greedy and seeded texts of EQUALITY_PROMPTS prompts and EQUALITY_TOKENS tokens."""
+        enough = self.prompts * len(self.workloads) >= EQUALITY_PROMPTS and self.max_tokens >= EQUALITY_TOKENS
+        return enough and len(self.temperatures) > 1 and "plain" in self.arms and len(self.arms) > 1
+
     def results_name(self, complete: bool) -> str:
-        """`offline` only for a run that measured every mark: whoever reads marks takes the newest file of that name."""
+        """`offline` only for a run that measured every mark: whoever reads marks takes the newest file of that name. `equality` for one of
+        the small model at its own size, where outputs are what is asked for."""
         if not self.timed:
             return "tiny-offline"
+        if self.shapes == (SMALL,):
+            return "equality" if complete and self.covers_equality else "partial-equality"
         return "offline" if complete and self.covers_marks else "partial-offline"
 
     def points(self) -> list[tuple[str, int, float]]:

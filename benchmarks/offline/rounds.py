@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from examples.demo.compare import bf16_ulp
+
+# rounding of logit / temperature + noise, computed here and in the sampler
+SCORE_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -85,14 +91,14 @@ def texts(steps: list[Step], batch: int) -> list[list[int]]:
     return [[token for step in steps for token in step.tokens.get(request, ())] for request in range(batch)]
 
 
-def serve(engine: Any, prompts: list[list[int]], temperature: float, max_tokens: int) -> list[Step]:
-    """Serve the prompts together, request i with seed i, exactly `max_tokens` tokens each. `engine`: vllm's LLMEngine."""
+def serve(engine: Any, prompts: list[list[int]], temperature: float, max_tokens: int, seeds: Sequence[int]) -> list[Step]:
+    """Serve the prompts together, each with its seed, exactly `max_tokens` tokens each. `engine`: vllm's LLMEngine."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     for request, ids in enumerate(prompts):
         params = SamplingParams(
-            temperature=temperature, seed=request, max_tokens=max_tokens, ignore_eos=True, detokenize=False,
+            temperature=temperature, seed=seeds[request], max_tokens=max_tokens, ignore_eos=True, detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )  # fmt: skip
         engine.add_request(str(request), {"prompt_token_ids": ids}, params)
@@ -107,19 +113,46 @@ def serve(engine: Any, prompts: list[list[int]], temperature: float, max_tokens:
     return steps
 
 
-def logits(llm: Any, prompts: list[list[int]], max_tokens: int, top: int) -> list[dict[str, Any]]:
-    """Greedy tokens of each prompt with the `top` largest logits at each: [{"tokens": [n], "top": [n][about top] of [token, logit]}].
+def scores(llm: Any, prompts: list[list[int]], temperature: float, max_tokens: int, top: int) -> list[dict[str, Any]]:
+    """What the engine chose its tokens by, prompt i under seed i: [{"tokens": [n], "top": [n][about top] of [token, score], "ulp": [n],
+    "greedy": bool}].
 
-    Not timed. The engine must have `logprobs_mode="raw_logits"`. `llm`: vllm.LLM.
+    Scores: the largest logits; with a temperature, logit / temperature and vLLM's own noise, of the tokens with the largest logits. ulp: the
+    distance of bfloat16 numbers at the largest logit, by the same scale. Not timed. The engine must have `logprobs_mode="raw_logits"`.
+    `llm`: vllm.LLM.
     """
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=top)
+    fixed = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False, "logprobs": top}
+    params = [SamplingParams(seed=seed, **fixed) for seed in range(len(prompts))]
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    return [
-        {
-            "tokens": list(output.outputs[0].token_ids),
-            "top": [[[token, entry.logprob] for token, entry in place.items()] for place in output.outputs[0].logprobs],
-        }
-        for output in outputs
-    ]
+    found = []
+    for seed, (ids, output) in enumerate(zip(prompts, outputs, strict=True)):
+        places = [[[token, entry.logprob] for token, entry in place.items()] for place in output.outputs[0].logprobs]
+        ulps = [bf16_ulp(max(logit for _, logit in place)) / (temperature or 1.0) for place in places]
+        if temperature:
+            places = _with_noise(llm, places, temperature, seed, len(ids))
+        _check(places, output.outputs[0].token_ids)
+        found.append({"tokens": list(output.outputs[0].token_ids), "top": places, "ulp": ulps, "greedy": not temperature})
+    return found
+
+
+def _check(places: list[list[list]], tokens: Sequence[int]) -> None:
+    """ValueError where a token is not the best by the scores: then they are not what it was chosen by (another seed, position or noise)."""
+    for position, (place, token) in enumerate(zip(places, tokens, strict=True)):
+        best = dict(place)
+        if max(best.values()) - best.get(token, -math.inf) > SCORE_TOLERANCE:
+            raise ValueError(f"token {position}, {token}, is not the best by its own scores")
+
+
+def _with_noise(llm: Any, places: list[list[list]], temperature: float, seed: int, length: int) -> list[list[list]]:
+    """Logits as the sampler saw them. Token j of a request with L prompt tokens is sampled at the row of position L + j - 1."""
+    import torch
+
+    from examples.demo.scores import gumbel_noise
+
+    config = llm.llm_engine.vllm_config
+    device = torch.device(config.device_config.device)
+    position = torch.arange(length - 1, length - 1 + len(places), device=device)
+    noise = gumbel_noise(torch.full_like(position, seed), position, config.model_config.get_vocab_size())
+    return [[[token, logit / temperature + float(noise[j, token])] for token, logit in place] for j, place in enumerate(places)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.offline import memory, texts
 from benchmarks.offline.arms import Arm, engine_name, engines
-from benchmarks.offline.job import Job, Record, point_key
+from benchmarks.offline.job import Job, Record, point_key, text_key
 
 Row = dict[str, Any]
 
@@ -53,8 +53,8 @@ def _row(record: Record, runs: list[Row], plain: Record | None) -> Row:
     if tokens:
         row |= texts.repetition(tokens)
         reference = None if plain is None or plain is record else plain.texts.get(key)
-        if reference and first["temperature"] == 0:
-            found = texts.partings(reference, tokens, plain.logits.get(first["workload"]))
+        if reference:
+            found = texts.partings(reference, tokens, plain.scores.get(text_key(first["workload"], first["temperature"])))
             row["equality"] = texts.equality(found, len(tokens))
     return row
 

@@ -45,7 +45,7 @@ def chosen_table(rows: list[Row]) -> pd.DataFrame:
 
 
 def equality_table(rows: list[Row]) -> pd.DataFrame:
-    """Greedy prompts by arm and shape: equal to plain decoding, parted at a tie, beyond one, or with no logits to judge by."""
+    """Texts by arm and shape: equal to plain decoding's, parted at a tie, beyond one, or with no scores to judge by."""
     counts = [{"shape": row["shape"], "arm": row["arm"], **row["equality"]} for row in rows if "equality" in row]
     if not counts:
         return pd.DataFrame()

@@ -5,21 +5,22 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from examples.demo.compare import MAX_ULPS, bf16_ulp, differences, distinct_share
+from examples.demo.compare import MAX_ULPS, differences, distinct_share
 
 # a text with a smaller share of distinct 4-grams loops, which flatters every drafter (prose and code lie above 0.8)
 MIN_DISTINCT = 0.6
-TOP_LOGITS = 5
+# scores to record at a token: greedy decoding chooses among few, noise may lift any of the more likely ones
+TOP_GREEDY, TOP_SAMPLED = 5, 20
 
-# greedy tokens of a prompt and the largest logits at each, as rounds.logits gives them
-Logits = dict[str, Any]
+# tokens of a prompt and the largest scores at each, as rounds.scores gives them
+Scores = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Parting:
     """The first token of a prompt that is not plain decoding's.
 
-    lead_ulps: how far plain decoding's token lies above the other by its own logits, in units of the last bfloat16 place of its largest
+    lead_ulps: how far plain decoding's token lies above the other by its own scores, in units of the last bfloat16 place of its largest
     logit; None where they were not recorded for the same text.
     """
 
@@ -29,7 +30,7 @@ class Parting:
 
     @property
     def verdict(self) -> str:
-        """`tie`: rounding explains it by plain decoding's logits; `beyond`: it does not; `unjudged`: no logits on record."""
+        """`tie`: rounding explains it by plain decoding's scores; `beyond`: it does not; `unjudged`: no scores on record."""
         if self.lead_ulps is None:
             return "unjudged"
         return "tie" if self.lead_ulps <= MAX_ULPS else "beyond"
@@ -38,37 +39,37 @@ class Parting:
         return {**asdict(self), "verdict": self.verdict}
 
 
-def lead_ulps(logits: Logits | None, tokens: list[int], position: int, other: int) -> float | None:
-    """How far tokens[position] lies above `other`, by logits recorded for the text tokens[:position]; None without such.
+def lead_ulps(scores: Scores | None, tokens: list[int], position: int, other: int) -> float | None:
+    """How far tokens[position] lies above `other`, by scores recorded for the text tokens[:position]; None without such.
 
-    A token beyond the recorded ones is below the last of them; that much lead is returned where it is more than a tie.
+    A greedy token beyond the recorded ones is below the last of them; that much lead is returned where it is more than a tie. Nothing is known
+    of a sampled one.
     """
-    if logits is None or logits["tokens"][:position] != tokens[:position] or position >= len(logits["top"]):
+    if scores is None or scores["tokens"][:position] != tokens[:position] or position >= len(scores["top"]):
         return None
-    scores = dict(logits["top"][position])
-    mine = scores.get(tokens[position])
+    top, ulp = dict(scores["top"][position]), scores["ulp"][position]
+    mine = top.get(tokens[position])
     if mine is None:
         return None
-    ulp = bf16_ulp(max(scores.values()))
-    if other in scores:
-        return (mine - scores[other]) / ulp
-    least = (mine - min(scores.values())) / ulp
-    return least if least > MAX_ULPS else None
+    if other in top:
+        return (mine - top[other]) / ulp
+    least = (mine - min(top.values())) / ulp
+    return least if scores["greedy"] and least > MAX_ULPS else None
 
 
-def partings(plain: list[list[int]], arm: list[list[int]], logits: list[Logits] | None) -> list[Parting]:
-    """First differences of each prompt's tokens. `logits`: plain decoding's; a prompt's have its index."""
+def partings(plain: list[list[int]], arm: list[list[int]], scores: list[Scores] | None) -> list[Parting]:
+    """First differences of each prompt's tokens. `scores`: plain decoding's; a prompt's have its index."""
     found = []
     for place in differences(plain, arm):
         prompt, position = place["prompt"], place["position"]
         here, there = plain[prompt], arm[prompt]
         inside = position < min(len(here), len(there))
-        found.append(Parting(prompt, position, lead_ulps(_of(logits, prompt), here, position, there[position]) if inside else None))
+        found.append(Parting(prompt, position, lead_ulps(_of(scores, prompt), here, position, there[position]) if inside else None))
     return found
 
 
-def _of(logits: list[Logits] | None, prompt: int) -> Logits | None:
-    return logits[prompt] if logits is not None and prompt < len(logits) else None
+def _of(scores: list[Scores] | None, prompt: int) -> Scores | None:
+    return scores[prompt] if scores is not None and prompt < len(scores) else None
 
 
 def equality(found: list[Parting], prompts: int) -> dict[str, Any]:
