@@ -117,9 +117,9 @@ def scores(llm: Any, prompts: list[list[int]], temperature: float, max_tokens: i
     """What the engine chose its tokens by, prompt i under seed i: [{"tokens": [n], "top": [n][about top] of [token, score], "ulp": [n],
     "greedy": bool}].
 
-    Scores: the largest logits; with a temperature, logit / temperature and vLLM's own noise, of the tokens with the largest logits. ulp: the
-    distance of bfloat16 numbers at the largest logit, by the same scale. Not timed. The engine must have `logprobs_mode="raw_logits"`.
-    `llm`: vllm.LLM.
+    Scores: the largest logits; with a temperature, logit / temperature and vLLM's own noise, of the tokens with the largest logits. ulp:
+    the distance of bfloat16 numbers at the largest logit, by the same scale. Not timed. The engine must have
+    `logprobs_mode="raw_logits"`. `llm`: vllm.LLM.
     """
     from vllm import SamplingParams
 

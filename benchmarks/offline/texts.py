@@ -42,8 +42,8 @@ class Parting:
 def lead_ulps(scores: Scores | None, tokens: list[int], position: int, other: int) -> float | None:
     """How far tokens[position] lies above `other`, by scores recorded for the text tokens[:position]; None without such.
 
-    A greedy token beyond the recorded ones is below the last of them; that much lead is returned where it is more than a tie. Nothing is known
-    of a sampled one.
+    A greedy token beyond the recorded ones is below the last of them; that much lead is returned where it is more than a tie. Nothing is
+    known of a sampled one.
     """
     if scores is None or scores["tokens"][:position] != tokens[:position] or position >= len(scores["top"]):
         return None
