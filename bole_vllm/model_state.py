@@ -18,11 +18,12 @@ from bole_vllm.attention import TreeRows
 from bole_vllm.config import BoleConfig
 from bole_vllm.forest import Forest, TreeStore, check_integrity
 from bole_vllm.gdn import TreeGatedDeltaNet, TreeGDNMetadata
+from bole_vllm.kernels.commit import block_targets
 from bole_vllm.kernels.kv_move import KVTable, move_kv
 from bole_vllm.kernels.topology import tree_positions
 from bole_vllm.metrics import TreeStats
 from bole_vllm.sampler import TreeSampler, needs_chain
-from bole_vllm.state_cache import RoundFactors, commit_targets
+from bole_vllm.state_cache import RoundFactors, in_place_targets
 
 logger = init_logger("vllm.bole")
 
@@ -207,12 +208,13 @@ class TreeModelState(MambaHybridModelState):
         path, path_len = self.path[:num_reqs], self.path_len[:num_reqs]
         if step.src_slot is not None:
             tables = [step.block_tables[g][:num_reqs] for g in self._gdn_groups]
-            targets = commit_targets(tables, step.src_slot, step.num_computed[:num_reqs], path_len, self._block_size)
-            self.factors.commit(forest, path, path_len, targets.src_slot, targets.dst_slot, targets.dst_len)
-            if self._align_mode:
-                slots = idx_mapping.clamp(min=0)
-                kept = self._mamba_state_idx_gpu[slots]
-                self._mamba_state_idx_gpu[slots] = torch.where(path_len > 0, targets.last_column.to(kept.dtype), kept)
+            if self._block_size is None:
+                dst_slot, dst_len = in_place_targets(step.src_slot, path_len)
+            else:
+                dst_slot, dst_len = block_targets(
+                    tables, step.num_computed[:num_reqs], path_len, self._block_size, idx_mapping, self._mamba_state_idx_gpu
+                )
+            self.factors.commit(forest, path, path_len, step.src_slot, dst_slot, dst_len)
         move_kv(self._kv_table, step.slot_mappings, forest, path, path_len)
         self.stats_counters.add(forest, path, path_len)
 

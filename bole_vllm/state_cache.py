@@ -118,39 +118,9 @@ class RoundFactors:
             commit_replay(self.table, self.kept["g"], self.kept["beta"], self.x, *where, self.work)
 
 
-@dataclass
-class CommitTargets:
-    """Where the states of a batch are read and written."""
+def in_place_targets(src_slot: torch.Tensor, path_len: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dst_slot [groups, R, 2], dst_len [R, 2]) of a commit without prefix caching: the one state of every request, nothing else.
 
-    src_slot: torch.Tensor  # [groups, R] int32
-    dst_slot: torch.Tensor  # [groups, R, 2] int32
-    dst_len: torch.Tensor  # [R, 2] int32 path nodes folded into each
-    last_column: torch.Tensor  # [R] int64 block column of the running state afterwards
-
-
-def commit_targets(
-    block_tables: list[torch.Tensor], src_slot: torch.Tensor, num_computed: torch.Tensor, path_len: torch.Tensor, block_size: int | None
-) -> CommitTargets:
-    """Destinations of the commit.
-
-    Without prefix caching (`block_size` None) the one state is updated in place. With it (vLLM's `align` mode) a state
-    belongs to the block that its last token lies in: the final state goes to the column of token L + n - 1, and where
-    the path crosses a block boundary the exact state at the boundary goes to the block that ends there, which is the
-    one a later prefix hit resumes from. L = num_computed [R], n = path_len [R]; block tables [R, columns] per group.
+    src_slot [groups, R] int32, path_len [R] int32.
     """
-    length = path_len.to(torch.int32)
-    no_second = torch.zeros_like(length)
-    if block_size is None:
-        dst_slot = torch.stack([src_slot, torch.zeros_like(src_slot)], dim=-1)
-        return CommitTargets(src_slot, dst_slot, torch.stack([length, no_second], dim=-1), no_second.long())
-    before = num_computed.long()
-    after = before + path_len.long()
-    last_column = (after - 1).clamp(min=0) // block_size
-    boundary = after // block_size * block_size
-    crossed = (boundary > before) & (boundary < after)
-    boundary_len = torch.where(crossed, boundary - before, 0).to(torch.int32)
-    boundary_column = (boundary // block_size - 1).clamp(min=0)
-    columns = torch.stack([last_column, boundary_column], dim=-1)
-    # [groups, R, 2]
-    dst_slot = torch.stack([table.gather(1, columns) for table in block_tables]).to(torch.int32)
-    return CommitTargets(src_slot, dst_slot, torch.stack([length, boundary_len], dim=-1), last_column)
+    return torch.nn.functional.pad(src_slot[..., None], (0, 1)), torch.nn.functional.pad(path_len[..., None], (0, 1))

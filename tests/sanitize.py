@@ -26,6 +26,7 @@ TESTS = {
     "test_core.py::test_overlapped_launches_change_no_bit": 4,
     "test_serial.py::test_heads_tiles_and_layouts": 1,
     "test_commit.py::test_layers_groups_and_destinations": 6,
+    "test_targets.py::test_every_place_of_a_path": 1,
     "test_attention.py::test_heads": 1,
     "test_attention.py::test_e4m3_cache": 1,
     "test_attention.py::test_merge_tiles": 1,

@@ -72,3 +72,19 @@ def commit_replay(ssm_states, conv_states, groups, weights, biases, g, beta, x, 
         return state
 
     _commit(ssm_states, conv_states, groups, x, forest, new_state, *path_args)
+
+
+def block_targets(tables, num_computed, path_len, block_size: int, request_slot, state_column) -> tuple[list, list]:
+    """See `targets.block_targets`: (dst_slot [groups][R][2], dst_len [R][2]); state_column is set in place."""
+    slots, lengths = [[] for _ in tables], []
+    for r, n in enumerate(path_len.tolist()):
+        tokens = range(int(num_computed[r]), int(num_computed[r]) + n)
+        ends = [t + 1 for t in tokens if (t + 1) % block_size == 0 and t + 1 < tokens.stop]
+        last = max(tokens.stop - 1, 0) // block_size
+        before = max(tokens.stop // block_size - 1, 0)
+        for found, table in zip(slots, tables, strict=True):
+            found.append([int(table[r, last]), int(table[r, before])])
+        lengths.append([n, ends[-1] - tokens.start if ends else 0])
+        if n > 0 and request_slot[r] >= 0:
+            state_column[request_slot[r]] = last
+    return slots, lengths

@@ -54,6 +54,16 @@ def test_graphs_change_no_token(name):
     assert found["tokens"] == eager()["tokens"]
 
 
+def test_sizes_by_batch_and_a_part_of_the_vocabulary():
+    """Graphs of two tree sizes, of unlike depth, and a draft head that follows what is served: the same tokens."""
+    speculative = {**TREE["speculative_config"], "num_speculative_tokens_per_batch_size": [[1, 2, 15], [3, 4, 7]]}
+    bole = {"bole": {"draft_vocab": 512, "max_depth": [[8, 4], [16, 6]]}}
+    llm = {"speculative_config": speculative, "additional_config": bole, "compilation_config": COMPILATIONS["graphs alone"]}
+    found = result(serve(llm, sync_check="error"))
+    assert all(found["replays"].get(part, 0) > 0 for part in ("target", "draft prefill", "tree")), found["replays"]
+    assert found["tokens"] == eager()["tokens"]
+
+
 def test_a_wait_inside_a_round_is_seen():
     """The check of the test above, on a drafter that reads from the device."""
     done = serve({**BOLE, "compilation_config": COMPILATIONS["graphs alone"]}, batches=(1,), sync_check="error", spoil=True)
