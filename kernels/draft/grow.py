@@ -1,7 +1,7 @@
 """Growing a proposal tree depth by depth: a candidate table, a beam of frontier rows, and the final selection.
 
-A depth is two launches for the children (`top_children`) and one for the rest (`next_depth`); no host sync, static shapes: the whole of
-it can be captured in a CUDA graph.
+A depth is two launches for the children (`top_children`) and one for the rest (`next_depth`), the selection is one (`best_nodes`); no host
+sync, static shapes: the whole of it can be captured in a CUDA graph.
 
 Candidate indices are static. Depth 1 holds the root's k children at 0..k-1; depth d >= 2 holds the k children of each of the w
 frontier rows of depth d-1, child j of row b at k + (d-2)*w*k + b*k + j. Frontier row 0 is always the spine (the top-1 child of the
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import next_depth
+from . import best_nodes, next_depth
 from .top_children import top_children
 
 WORD_BITS = 32
@@ -163,33 +163,8 @@ def extend(
 
 
 def select(candidates: Candidates, shape: TreeShape) -> Tree:
-    """The tree: the root, the spine at nodes 1..D, then the best other candidates in the order of their indices.
+    """The tree: the root, the spine at nodes 1..D, then the best other candidates in the order of their indices (ties: the lower index).
 
     Closed under parents, parents before children. The number of nodes is static: min(M, T - 1) + 1.
     """
-    device, num_requests = candidates.token.device, candidates.token.shape[0]
-    num_drafts, num_others = shape.num_selected - 1, shape.num_selected - 1 - shape.max_depth
-    # [D] candidates of the spine: the first of every depth
-    depth = torch.arange(shape.max_depth, device=device)
-    spine = (shape.topk + (depth - 1) * shape.beam * shape.topk) * (depth > 0)
-    score = candidates.logprob.index_fill(1, spine, float("-inf"))
-    others = score.argsort(dim=1, descending=True, stable=True)[:, :num_others].sort(dim=1).values
-    # [R, num_drafts] node - 1 -> candidate
-    chosen = torch.cat([spine.expand(num_requests, -1), others], dim=1)
-    # [R, M + 1] candidate + 1 -> node; entry 0 is the root
-    node_of = torch.zeros(num_requests, shape.num_candidates + 1, dtype=torch.int32, device=device)
-    nodes = torch.arange(1, num_drafts + 1, dtype=torch.int32, device=device).expand(num_requests, -1)
-    node_of.scatter_(1, chosen + 1, nodes)
-
-    tree = Tree(
-        token=torch.full((num_requests, shape.num_nodes), -1, dtype=torch.int32, device=device),
-        parent=torch.zeros(num_requests, shape.num_nodes, dtype=torch.int32, device=device),
-        logprob=torch.full((num_requests, shape.num_nodes), float("-inf"), dtype=torch.float32, device=device),
-        num_nodes=shape.num_selected,
-    )
-    tree.parent[:, 0] = -1
-    tree.logprob[:, 0] = 0.0
-    tree.token[:, 1 : num_drafts + 1] = candidates.token.gather(1, chosen)
-    tree.parent[:, 1 : num_drafts + 1] = node_of.gather(1, candidates.parent.gather(1, chosen) + 1)
-    tree.logprob[:, 1 : num_drafts + 1] = candidates.logprob.gather(1, chosen)
-    return tree
+    return Tree(*best_nodes.launch(candidates, shape), num_nodes=shape.num_selected)
