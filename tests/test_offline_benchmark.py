@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is imported
 
 from benchmarks.offline import arm as arm_process
-from benchmarks.offline import arms, launch, memory, path, texts, trace
+from benchmarks.offline import arms, launch, memory, path, texts, timeline, trace
 from benchmarks.offline.arms import Arm, engine_arguments, engine_name, engines
 from benchmarks.offline.choose import best_of, chosen_ratios, slower_points, tree_settings, with_ratios
 from benchmarks.offline.engine import refusal, set_drafts
@@ -663,6 +664,30 @@ def test_kernels_belong_to_the_scope_of_their_launch():
         ("verify", "gemm", 2, 60), ("draft", "gemm", 1, 10), ("prepare", "copy", 1, 4), ("other", "Memcpy HtoD", 1, 2),
         ("other", "late", 1, 1),
     ]  # fmt: skip
+
+
+def test_a_round_is_drawn(tmp_path):
+    """Three rounds, of which the middle one: what it launched is its own, though the device runs it after the next one has begun."""
+
+    def event(category: str, name: str, start: float, duration: float, correlation: int | None = None) -> dict:
+        args = {} if correlation is None else {"correlation": correlation}
+        return {"cat": category, "name": name, "ts": start, "dur": duration, "tid": 1, "args": args}
+
+    events = []
+    for index in range(3):
+        start = 1000 + 100 * index
+        events += [event("user_annotation", "part:prepare", start, 30), event("user_annotation", "part:draft", start + 40, 20)]
+        events += [event("cuda_runtime", "cudaGraphLaunch", start + 10, 2, 2 * index), event("kernel", "gemm", start + 105, 50, 2 * index)]
+        events += [event("cuda_runtime", "cudaLaunchKernel", start + 45, 2, 2 * index + 1)]
+        events += [event("kernel", "topk", start + 155, 5, 2 * index + 1)]
+    assert timeline.middle_round(events) == [
+        ("host", "prepare", 0, 30), ("host", "draft", 40, 20), ("device", "prepare", 105, 50), ("device", "draft", 155, 5),
+    ]  # fmt: skip
+    assert timeline.middle_round(events[:6]) == [], "one round, whose end is not known"
+    file = tmp_path / "trace-a.json.gz"
+    with gzip.open(file, "wt") as out:
+        json.dump({"traceEvents": events}, out)
+    assert timeline.draw_round(file) == tmp_path / "trace-a.png" and (tmp_path / "trace-a.png").stat().st_size > 5000
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

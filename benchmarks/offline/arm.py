@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kernels.case import describe
-from benchmarks.offline import engine, memory, parts, path, rounds, trace
+from benchmarks.offline import engine, memory, parts, path, rounds, timeline, trace
 from benchmarks.offline.arms import Arm
 from benchmarks.offline.job import Job, Point, Record, point_key, text_key
 from benchmarks.offline.prompts import groups
@@ -163,6 +163,7 @@ class ArmRun:
             self.llm.collective_rpc(trace.start_trace)
             self.serve(chosen, 0.0, min(TRACE_TOKENS, self.job.max_tokens))
             row["kernels"] = self.llm.collective_rpc(trace.stop_trace, args=(file,))[0]
+            timeline.draw_round(file)
         self.record.parts.append(row)
 
 
