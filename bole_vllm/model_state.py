@@ -23,7 +23,7 @@ from bole_vllm.kernels.kv_move import KVTable, move_kv
 from bole_vllm.kernels.topology import tree_positions
 from bole_vllm.metrics import TreeStats
 from bole_vllm.sampler import TreeSampler, needs_chain
-from bole_vllm.state_cache import RoundFactors, in_place_targets
+from bole_vllm.state_cache import RoundFactors, in_place_targets, memory_advice
 
 logger = init_logger("vllm.bole")
 
@@ -90,6 +90,12 @@ class TreeModelState(MambaHybridModelState):
             self.factors.allocated_bytes / 2**30,
             self.max_num_reqs,
         )
+        if self.device.type == "cuda":
+            advice = memory_advice(
+                self.factors.allocated_bytes, torch.cuda.get_device_properties(self.device).total_memory, self.max_num_reqs
+            )
+            if advice:
+                logger.warning_once(advice)
         attention = get_layers_from_vllm_config(self.vllm_config, Attention)
         # Only the target's layers: the drafter rewrites its own KV over the accepted path.
         targets = {name: layer for name, layer in attention.items() if not getattr(layer, "is_draft_layer", False)}

@@ -15,6 +15,8 @@ from bole_vllm.kernels.topology import Forest
 
 # requests that a launch of the replay commit takes: at 64 a 9B model's scratch is 170 MiB, and the card is full long before
 REPLAY_REQUESTS = 64
+# share of the device's memory
+MUCH_MEMORY = 0.02
 
 
 @dataclass
@@ -116,6 +118,16 @@ class RoundFactors:
             commit_factor(self.table, self.kept["p"], self.kept["k"], self.kept["k_scale"], self.u, self.x, *where)
         else:
             commit_replay(self.table, self.kept["g"], self.kept["beta"], self.x, *where, self.work)
+
+
+def memory_advice(round_bytes: int, device_bytes: int, max_num_seqs: int) -> str | None:
+    """What to change where a round's buffers take much of the device, which the KV cache then lacks; None where they do not."""
+    if round_bytes <= MUCH_MEMORY * device_bytes:
+        return None
+    return (
+        f"Bole's buffers take {round_bytes / 2**30:.1f} GiB, {round_bytes / device_bytes:.0%} of the device: they hold a whole tree for each of "
+        f"max_num_seqs={max_num_seqs} requests. Lower --max-num-seqs to what you serve at once, or num_speculative_tokens."
+    )
 
 
 def in_place_targets(src_slot: torch.Tensor, path_len: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,14 +54,15 @@ def draw_round(trace: str | Path) -> Path | None:
         return None
     if not bars:
         return None
-    figure, axis = plt.subplots(figsize=(12, 2.4))
+    figure, axis = plt.subplots(figsize=(12, 2.6))
     for part, color in COLORS.items():
         for place, lane in enumerate(LANES):
             spans = [(bar.start / 1e3, bar.duration / 1e3) for bar in bars if (bar.lane, bar.part) == (lane, part)]
             axis.broken_barh(spans, (place - 0.4, 0.8), facecolors=color, label=part if place == 0 else None)
     axis.set_yticks(range(len(LANES)), LANES)
+    axis.set_ylim(-0.6, len(LANES) - 0.4)
     axis.set(xlabel="ms from the round's start on the host", title=Path(trace).name)
-    axis.legend(fontsize=7, ncol=len(COLORS), loc="upper center", bbox_to_anchor=(0.5, -0.3))
+    axis.legend(fontsize=7, ncol=len(COLORS), loc="upper center", bbox_to_anchor=(0.5, -0.45))
     figure.tight_layout()
     path = Path(str(trace).removesuffix(".json.gz") + ".png")
     figure.savefig(path, dpi=80)

@@ -363,3 +363,15 @@ def test_refused_engine_does_not_switch_bole_on():
     engine_config(additional_config={})
     refusal(bole={"topk": 0})
     assert_registries_are_vllms()
+
+
+def test_much_memory_for_a_round_comes_with_advice():
+    """At 9B, 32 nodes and vLLM's default of 1,024 requests a round's buffers are a tenth of an H200."""
+    from bole_vllm.state_cache import memory_advice
+
+    device = 140 << 30
+    assert memory_advice(int(0.38 * 2**20 * 32 * 64), device, 64) is None
+    assert memory_advice(int(0.38 * 2**20 * 32 * 1024), device, 1024) == (
+        "Bole's buffers take 12.2 GiB, 9% of the device: they hold a whole tree for each of max_num_seqs=1024 requests. "
+        "Lower --max-num-seqs to what you serve at once, or num_speculative_tokens."
+    )
