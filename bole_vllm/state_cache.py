@@ -124,9 +124,10 @@ def memory_advice(round_bytes: int, device_bytes: int, max_num_seqs: int) -> str
     """What to change where a round's buffers take much of the device, which the KV cache then lacks; None where they do not."""
     if round_bytes <= MUCH_MEMORY * device_bytes:
         return None
+    share = f"{round_bytes / 2**30:.1f} GiB, {round_bytes / device_bytes:.0%} of the device"
     return (
-        f"Bole's buffers take {round_bytes / 2**30:.1f} GiB, {round_bytes / device_bytes:.0%} of the device: they hold a whole tree for each of "
-        f"max_num_seqs={max_num_seqs} requests. Lower --max-num-seqs to what you serve at once, or num_speculative_tokens."
+        f"Bole's buffers take {share}: they hold a whole tree for each of max_num_seqs={max_num_seqs} requests. "
+        "Lower --max-num-seqs to what you serve at once, or num_speculative_tokens."
     )
 
 
