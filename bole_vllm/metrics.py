@@ -13,9 +13,6 @@ import torch
 from bole_vllm.kernels.topology import Forest
 from bole_vllm.kernels.walk import COUNTS, add_counts
 
-# names of COUNTS here
-FIELDS = ("steps", "rows", "nodes", "tree_rows", "tokens", "accepted", "branched", "spine_hits")
-
 
 class TreeStats:
     """Sums over all steps since start.
@@ -34,7 +31,7 @@ class TreeStats:
 
     def read(self) -> dict[str, Any]:
         """The sums and the ratios made of them; synchronises."""
-        sums = dict(zip(FIELDS, self.sums.tolist()))
+        sums = dict(zip(COUNTS, self.sums.tolist()))
         return {
             **sums,
             "nodes_per_step": sums["nodes"] / max(sums["steps"], 1),

@@ -50,8 +50,7 @@ class TreeModelState(MambaHybridModelState):
         # [max_num_reqs, depth + 1] accepted nodes of each request of the batch, root first; [max_num_reqs] how many
         self.path = torch.zeros(self.max_num_reqs, depth + 1, dtype=torch.int32, device=device)
         self.path_len = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
-        # [max_num_reqs] by request slot: only the top-1 chain may be accepted (see sampler.needs_chain)
-        self.chain_only = torch.zeros(self.max_num_reqs + 1, dtype=torch.bool, device=device)
+        # [max_num_reqs + 1] by request slot: only the top-1 chain may be accepted (see sampler.needs_chain); on the host
         self.chain_only_np = np.zeros(self.max_num_reqs + 1, dtype=bool)
         layers = get_layers_from_vllm_config(vllm_config, TreeGatedDeltaNet)
         self.factors = RoundFactors(list(layers.values()), self.full_forest, self.config, self.dtype, device)
@@ -69,7 +68,6 @@ class TreeModelState(MambaHybridModelState):
         if self.count_prompt is not None:
             self.count_prompt(new_req_data.prompt_token_ids)
         self.chain_only_np[req_index] = needs_chain(new_req_data.sampling_params, self.model_config)
-        self.chain_only[req_index].fill_(bool(self.chain_only_np[req_index]))
 
     # -- start-up ------------------------------------------------------------------------------------------------
 
@@ -213,10 +211,10 @@ class TreeModelState(MambaHybridModelState):
         forest = self.full_forest.for_requests(num_reqs)
         path, path_len = self.path[:num_reqs], self.path_len[:num_reqs]
         if step.src_slot is not None:
-            tables = [step.block_tables[g][:num_reqs] for g in self._gdn_groups]
             if self._block_size is None:
                 dst_slot, dst_len = in_place_targets(step.src_slot, path_len)
             else:
+                tables = [step.block_tables[g][:num_reqs] for g in self._gdn_groups]
                 dst_slot, dst_len = block_targets(
                     tables, step.num_computed[:num_reqs], path_len, self._block_size, idx_mapping, self._mamba_state_idx_gpu
                 )

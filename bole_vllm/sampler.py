@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -104,10 +105,11 @@ class TreeSampler(RejectionSampler):
         state, local = self.model_state, input_batch.expanded_local_pos
         if not state.chain_only_np[input_batch.idx_mapping_np].any():
             return None if invalid_drafts is None else ~invalid_drafts
+        chain_only = async_tensor_h2d(state.chain_only_np, device=local.device)
         rows = input_batch.logits_indices
         depth = state.positions[rows] - (input_batch.positions[rows] - local)
         on_chain = depth == local
-        acceptable = on_chain | ~state.chain_only[input_batch.expanded_idx_mapping]
+        acceptable = on_chain | ~chain_only[input_batch.expanded_idx_mapping]
         return acceptable if invalid_drafts is None else acceptable & ~invalid_drafts
 
     def _rows_along_path(self, input_batch, num_sampled) -> torch.Tensor:

@@ -61,13 +61,7 @@ WIDE = {**BIG_SIZES, "num_attention_heads": 9, "num_key_value_heads": 3, "linear
 DEPTHS = 4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny products gain nothing from more, and lose much where other processes want the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class BigModel(DemoModel):

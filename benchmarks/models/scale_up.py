@@ -106,10 +106,10 @@ class ScaleUp:
             else:
                 out[target] = 0
                 out[target[:, None], rule.columns.target.to(device)] = part[:, rule.columns.source.to(device)]
-        self._use_constant(name, out, generator)
+        self._use_constant(name, out)
         return out
 
-    def _use_constant(self, name: str, out: Tensor, generator: torch.Generator) -> None:
+    def _use_constant(self, name: str, out: Tensor) -> None:
         """What reads the constant channel: head rows of added tokens, gates of shared experts. Added embeddings hold it too."""
         known, width = self.place.vocab.small, self.place.hidden.small
         channel = width - 1

@@ -9,7 +9,7 @@ import triton.language as tl
 from ..precision import device_function
 from ..topology import Forest
 
-COUNTS = ("rounds", "requests", "nodes", "drafted", "tokens", "accepted", "branched", "spine_hits")
+COUNTS = ("steps", "rows", "nodes", "tree_rows", "tokens", "accepted", "branched", "spine_hits")
 BLOCK = 32
 
 total = device_function(tl.sum)
@@ -50,8 +50,8 @@ def add_counts_kernel(p_node_offset, p_path, p_path_len, p_sums, num_requests, s
 def add_counts(forest: Forest, path: torch.Tensor, path_len: torch.Tensor, sums: torch.Tensor) -> None:
     """Add a round's counts to sums [8] int64, in place and in the order of COUNTS; one launch, no host sync.
 
-    path [R, >= D + 1] int32 accepted nodes, root first, path_len [R] int32 as `walk_tree` leaves them. rounds: 1 if a request has a
-    node; requests: those that have one; drafted: those with more than the root. Of the drafted ones: tokens, the lengths of their paths;
+    path [R, >= D + 1] int32 accepted nodes, root first, path_len [R] int32 as `walk_tree` leaves them. steps: 1 if a request has a
+    node; rows: requests that have one; tree_rows: those with more than the root. Of these: tokens, the lengths of their paths;
     accepted, without the roots; branched, paths beyond the root; spine_hits, those among them that are nodes 0, 1, 2 ...
     Raises ValueError on shapes or dtypes.
     """

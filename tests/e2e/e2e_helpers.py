@@ -58,6 +58,17 @@ def runner(llm):
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
+def graph_managers(llm) -> dict[str, object]:
+    """Part of a round -> the manager of its CUDA graphs; parts without one are left out."""
+    run = runner(llm)
+    managers = {
+        "target": run.cudagraph_manager,
+        "draft prefill": run.speculator.prefill_cudagraph_manager,
+        "tree": run.speculator.decode_cudagraph_manager,
+    }
+    return {name: manager for name, manager in managers.items() if manager is not None}
+
+
 def stats(llm) -> dict:
     return llm.collective_rpc("bole_stats")[0]
 

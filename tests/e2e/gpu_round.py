@@ -14,16 +14,12 @@ from collections import Counter
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
-from e2e_helpers import MODEL, PROMPTS, generate, params, runner, stats, text_tokens
+from e2e_helpers import MODEL, PROMPTS, generate, graph_managers, params, runner, stats, text_tokens
 
 
 def count_replays(llm) -> Counter:
     """Wrap the three graph managers of the engine's runner."""
-    run, counts = runner(llm), Counter()
-    speculator = run.speculator
-    managers = {"target": run.cudagraph_manager}
-    if speculator is not None:
-        managers |= {"draft prefill": speculator.prefill_cudagraph_manager, "tree": speculator.decode_cudagraph_manager}
+    counts = Counter()
 
     def wrap(name, manager):
         inner = manager.run_fullgraph
@@ -34,9 +30,8 @@ def count_replays(llm) -> Counter:
 
         manager.run_fullgraph = run_fullgraph
 
-    for name, manager in managers.items():
-        if manager is not None:
-            wrap(name, manager)
+    for name, manager in graph_managers(llm).items():
+        wrap(name, manager)
     return counts
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-from e2e_helpers import runner
+from e2e_helpers import graph_managers, runner
 
 
 def install(llm, monkeypatch) -> Counter:
@@ -45,11 +45,7 @@ def install(llm, monkeypatch) -> Counter:
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 4, nodes, 4 * nodes], 4 * nodes
     run.cudagraph_manager = ModelCudaGraphManager(run.vllm_config, run.device, mode, decode_query_len=nodes)
     run.speculator.init_cudagraph_manager(mode)
-    names = {
-        id(run.cudagraph_manager): "target",
-        id(run.speculator.prefill_cudagraph_manager): "draft prefill",
-        id(run.speculator.decode_cudagraph_manager): "tree",
-    }
+    names = {id(manager): name for name, manager in graph_managers(llm).items()}
     run.cudagraph_manager.capture(
         run.model, run.model_state, run.input_buffers, run.intermediate_tensors, run.block_tables, run.attn_groups, run.kv_cache_config
     )
