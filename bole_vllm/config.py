@@ -37,7 +37,8 @@ class BoleConfig:
             commits by copying the accepted node's (`commit` is not used then).
         precision: dot precision of the verify and commit kernels, a name of bole_vllm.kernels.precision.
         draft_vocab: tokens that drafts may name; the output never depends on it. 0: all; a number: that many, the most frequent in what
-            was served; a path: a JSON list of token ids.
+            was served; a path: a JSON list of token ids. None: bole_vllm.draft_head.DEFAULT_SIZE where that is less than half of the
+            vocabulary and the LM head an unquantized matrix on one rank, else all.
         debug: check every forest's invariants on the host each step (slow, synchronises).
     """
 
@@ -47,7 +48,7 @@ class BoleConfig:
     verify: str = "closed_form"
     commit: str = "replay"
     precision: str = dot_precision.DEFAULT
-    draft_vocab: int | str = 0
+    draft_vocab: int | str | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -57,7 +58,7 @@ class BoleConfig:
         _check_choice("verify", self.verify, VERIFIERS)
         _check_choice("commit", self.commit, COMMITS)
         _check_choice("precision", self.precision, tuple(dot_precision.MODES))
-        if not isinstance(self.draft_vocab, str):
+        if self.draft_vocab is not None and not isinstance(self.draft_vocab, str):
             _check_int("draft_vocab", self.draft_vocab, 0, 2**31 - 1, " or a path to a JSON list of token ids")
             if 0 < self.draft_vocab < self.topk:
                 raise BoleConfigError(f'"bole.draft_vocab" must be 0 (all tokens) or at least topk ({self.topk}), got {self.draft_vocab}.')

@@ -16,6 +16,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from bole_vllm.config import BoleConfigError
 
+# tokens that drafts name where nothing else is said: an eighth of Qwen3.5's head, which as a whole takes longer than the rest of a draft
+# step (docs/LOG.md)
+DEFAULT_SIZE = 32768
 # rounds after which the vocabulary follows what was served: powers of two from the first number, then every so many
 FIRST_REFRESH, REFRESH_EVERY = 16, 4096
 
@@ -81,21 +84,29 @@ class DraftHead:
             torch.index_select(self.head, 0, self.token_ids, out=self.weight)
 
 
-def build_draft_head(draft_model: nn.Module, draft_vocab: int | str, topk: int) -> DraftHead | None:
+def build_draft_head(draft_model: nn.Module, draft_vocab: int | str | None, topk: int) -> DraftHead | None:
     """The head asked for by `bole.draft_vocab`; None where it is the whole one.
 
     Raises:
-        BoleConfigError: the model's head is no plain matrix of one rank.
+        BoleConfigError: a part is asked for, and the model's head is no plain matrix of one rank.
     """
-    if not draft_vocab:
+    if draft_vocab == 0:
         return None
-    weight = getattr(draft_model.lm_head, "weight", None)
-    processor = draft_model.logits_processor
-    plain = weight is not None and weight.dim() == 2 and weight.is_floating_point() and weight.element_size() >= 2
-    if not plain or processor.scale != 1.0 or processor.soft_cap is not None:
+    head = _plain_head(draft_model)
+    if draft_vocab is None:
+        return None if head is None or head.shape[0] <= 2 * DEFAULT_SIZE else DraftHead(head, None, DEFAULT_SIZE)
+    if head is None:
         raise BoleConfigError('"bole.draft_vocab" needs an unquantized LM head without scaling: leave it out for this model.')
-    head = weight.detach()[: processor.org_vocab_size]
     if isinstance(draft_vocab, str):
         ids = load_token_ids(draft_vocab, head.shape[0], topk)
         return DraftHead(head, ids, len(ids))
     return DraftHead(head, None, min(draft_vocab, head.shape[0]))
+
+
+def _plain_head(draft_model: nn.Module) -> Tensor | None:
+    """[V, H] the LM head's rows, if its logits are nothing but products with them, and all of them lie here."""
+    weight, processor = getattr(draft_model.lm_head, "weight", None), draft_model.logits_processor
+    plain = weight is not None and weight.dim() == 2 and weight.is_floating_point() and weight.element_size() >= 2
+    if not plain or weight.shape[0] < processor.org_vocab_size or processor.scale != 1.0 or processor.soft_cap is not None:
+        return None
+    return weight.detach()[: processor.org_vocab_size]

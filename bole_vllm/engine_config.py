@@ -110,7 +110,7 @@ def _check_draft_vocab(vllm_config: VllmConfig, config: BoleConfig) -> None:
         load_token_ids(config.draft_vocab, vocab_size, config.topk)
     elif config.draft_vocab >= vocab_size:
         raise BoleConfigError(
-            f'"bole.draft_vocab" is {config.draft_vocab}, the vocabulary has {vocab_size} tokens: leave it out to draft with all.'
+            f'"bole.draft_vocab" is {config.draft_vocab}, the vocabulary has {vocab_size} tokens: set it to 0 to draft with all.'
         )
 
 

@@ -98,7 +98,7 @@ def test_workload_files(tmp_path):
 def test_arms_by_name():
     tree = Arm.parse("tree-16-d5-k3-v4096")
     assert (tree.nodes, tree.num_drafts, tree.bole) == (16, 15, {"topk": 3, "max_depth": 5, "draft_vocab": 4096})
-    assert Arm.parse("serial-8-d4").bole == {"topk": 4, "max_depth": 4, "verify": "serial"}
+    assert Arm.parse("serial-8-d4").bole == {"topk": 4, "max_depth": 4, "draft_vocab": 0, "verify": "serial"}
     assert {Arm.parse(name).name for name in (*arms.DEFAULT, *arms.QUICK, *arms.TINY)} >= set(arms.TINY)
     for wrong in ("tree", "tree-16", "chain-", "plain-2"):
         with pytest.raises(ValueError, match="no arm"):
@@ -133,7 +133,7 @@ def test_engine_arguments_of_one_arm():
     assert arguments("chain-5", debug=True) == {"speculative_config": {"method": "mtp", "num_speculative_tokens": 5}}
     serial = arguments("serial-8-d4", topk=9, debug=True)
     assert serial["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 7}
-    own = {"topk": 4, "max_depth": 4, "verify": "serial"}
+    own = {"topk": 4, "max_depth": 4, "draft_vocab": 0, "verify": "serial"}
     assert serial["additional_config"]["bole"] == {**own, "debug": True}, "its own settings come first"
 
 
@@ -192,8 +192,8 @@ def test_file_name_tells_a_full_run():
     full = Options()
     assert full.covers_marks and full.results_name(complete=True) == "offline"
     assert full.results_name(complete=False) == "partial-offline"
-    less = ({"shapes": ("9b",)}, {"batches": (1, 8)}, {"arms": arms.QUICK}, {"workloads": ("code",)}, {"max_num_seqs": 8})
-    for other in (*less, {"parts_batches": (1,)}):
+    less = ({"shapes": ("9b",)}, {"batches": (1, 8)}, {"temperatures": (0.0,)}, {"arms": arms.QUICK}, {"workloads": ("code",)})
+    for other in (*less, {"max_num_seqs": 8}, {"parts_batches": (1,)}):
         assert Options(**other).results_name(complete=True) == "partial-offline"
     assert Options(tiny=True).results_name(complete=True) == "tiny-offline"
     small = {"shapes": ("small",), "prompts": 50, "temperatures": (0.0, 0.8)}
@@ -212,7 +212,7 @@ def test_every_engine_gets_the_same_arguments_but_its_own():
     assert shared[0]["compilation_config"] == {"mode": 0} and shared[0]["enable_prefix_caching"] is False
     plain, chain, tree, smaller = (job.engine for job in jobs)
     assert tree == smaller and not own & plain.keys() and "additional_config" not in chain
-    assert tree["additional_config"]["bole"] == {"debug": True, "topk": 4, "max_depth": [[5, 3], [8, 4]]}
+    assert tree["additional_config"]["bole"] == {"debug": True, "topk": 4, "draft_vocab": 0, "max_depth": [[5, 3], [8, 4]]}
     assert len({job.digest for job in jobs}) == 4, "arms of one engine have records of their own"
 
 
@@ -469,7 +469,8 @@ def full_run() -> tuple[list[dict], list[dict], list[dict]]:
     """(rows, parts, memory) in which every mark is just reached."""
     speeds = {"plain": 100.0, "chain-2": 200.0, "chain-3": 240.0, "chain-5": 239.0, "chain-7": 150.0, "serial-16-d5": 200.0,
               "tree-16-d5": 300.0, "tree-32-d8": 280.0}  # fmt: skip
-    rows = [row(arm, speed, workload, batch, shape) for shape, workload, batch, _ in grid() for arm, speed in speeds.items()]
+    points = grid(0.0) + grid(0.8)
+    rows = [row(arm, speed, workload, batch, shape, temperature=t) for shape, workload, batch, t in points for arm, speed in speeds.items()]
     part = {"shape": "9b", "status": "ok", "workload": "code", "arm": "tree-16-d5", "verify_ms": 7.0, "draft_ms": 2.5}
     parts = [
         {**part, "B": 1, "round_ms": 10.0, "arm": "tree-32-d8"},
@@ -488,8 +489,8 @@ def full_run() -> tuple[list[dict], list[dict], list[dict]]:
 def test_marks_of_a_run_that_reaches_them():
     marks = offline_marks(*full_run())
     assert [mark.name for mark in marks if not mark.ok] == []
-    assert [round(mark.value, 6) for mark in marks] == [3.0, 1.25, 1.5, 25.0, 0.6, 1.0, 0.98]
-    assert len({mark.name for mark in marks}) == 7
+    assert [round(mark.value, 6) for mark in marks] == [*[3.0, 1.25, 1.5] * 2, 25.0, 0.6, 1.0, 0.98]
+    assert len({mark.name for mark in marks}) == 10
 
 
 def change(rows: list[dict], arm: str, factor: float, **labels) -> list[dict]:
@@ -503,10 +504,10 @@ def change(rows: list[dict], arm: str, factor: float, **labels) -> list[dict]:
 @pytest.mark.parametrize(
     ("arm", "factor", "labels", "missed"),
     [
-        ("tree-16-d5", 0.9, {"shape": "27b", "B": 4, "workload": "code"}, [0, 1, 2]),
-        ("plain", 1.01, {}, [0]),
-        ("chain-5", 1.2, {"workload": "summary"}, [1]),  # it becomes the best chain there
-        ("serial-16-d5", 1.01, {"B": 1}, [2]),
+        ("tree-16-d5", 0.9, {"shape": "27b", "B": 4, "workload": "code", "temperature": 0.0}, [0, 1, 2]),
+        ("plain", 1.01, {}, [0, 3]),
+        ("chain-5", 1.2, {"workload": "summary", "temperature": 0.8}, [4]),  # it becomes the best chain there
+        ("serial-16-d5", 1.01, {"B": 1, "temperature": 0.0}, [2]),
     ],
 )
 def test_one_slower_point_misses_the_geometric_mean(arm, factor, labels, missed):
@@ -519,15 +520,15 @@ def test_what_was_not_measured_is_not_reached():
     """No rows; a point without an arm of the baseline; a chain length that nobody measured; other parts and engines."""
     rows, parts, memory_rows = full_run()
     for found in (offline_marks([], [], []), offline_marks(with_ratios([{**one, "status": "wrong path"} for one in rows]), parts, [])):
-        assert len(found) == 7 and all(mark.value is None and not mark.ok for mark in found)
-    point = {"shape": "9b", "workload": "code", "B": 8}
+        assert len(found) == 10 and all(mark.value is None and not mark.ok for mark in found)
+    point = {"shape": "9b", "workload": "code", "B": 8, "temperature": 0.0}
     lost = [one for one in rows if one["arm"] != "chain-7" or any(one[key] != value for key, value in point.items())]
     marks = offline_marks(with_ratios(lost), parts, memory_rows)
-    assert [mark.value is None for mark in marks] == [False, True, False, False, False, False, False]
+    assert [index for index, mark in enumerate(marks) if mark.value is None] == [1]
     assert "1 of 32 points lack an arm" in marks[1].note
     no_serial = with_ratios([one for one in rows if one["family"] != "serial"])
     marks = offline_marks(no_serial, parts[:1], memory_rows[:2])
-    assert [mark.value is None for mark in marks] == [False, False, True, True, True, True, True]
+    assert [index for index, mark in enumerate(marks) if mark.value is None] == [2, 5, 6, 7, 8, 9]
 
 
 def test_parts_of_the_setting_that_is_chosen():
@@ -535,8 +536,8 @@ def test_parts_of_the_setting_that_is_chosen():
     rows, parts, memory_rows = full_run()
     rows = change(rows, "tree-32-d8", 1.5, B=8)
     marks = offline_marks(rows, [*parts, {**parts[2], "arm": "tree-32-d8", "round_ms": 11.0}], memory_rows)
-    assert (marks[5].value, marks[5].note, marks[5].ok) == (1.5, "tree-32-d8", False)
-    assert marks[4].note == "tree-16-d5"
+    assert (marks[8].value, marks[8].note, marks[8].ok) == (1.5, "tree-32-d8", False)
+    assert marks[7].note == "tree-16-d5"
 
 
 def test_looping_text_is_named():
@@ -586,7 +587,8 @@ def test_tables_and_pictures(tmp_path):
     assert table.loc[("27b", 0.0, "code", 4), "chain-3"] == 240.0 and next(iter(table.columns)) == "plain"
     filled = [{"sample_ms": 0.1, "commit_ms": 0.1, "prepare_ms": 0.1, "other_ms": 0.1, **part} for part in parts]
     pictures = draw(rows, filled, memory_rows, tmp_path, "offline", "title")
-    assert {file.name for file in pictures} == {f"offline-{name}.png" for name in ("throughput-9b", "throughput-27b", "round", "memory")}
+    names = {f"throughput-{shape}{how}" for shape in ("9b", "27b") for how in ("", "-sampled")} | {"round", "memory"}
+    assert {file.name for file in pictures} == {f"offline-{name}.png" for name in names}
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in pictures)
 
 
@@ -712,7 +714,7 @@ def processes(monkeypatch, *endings: dict[str, str]) -> list[list[str]]:
     """Instead of processes: the status that each of them leaves in the records of some arms. Returns the arms that they are given."""
     given: list[list[str]] = []
 
-    def process(tasks, deadline, on_gpu):
+    def process(tasks, deadline, processes):
         ending = endings[len(given)]
         given.append([task.job.arm for task in tasks])
         for task in tasks:
@@ -745,7 +747,8 @@ def test_one_process_for_the_arms_of_an_engine(tmp_path, monkeypatch):
 
 
 def test_engines_share_the_time_left_by_their_arms():
-    assert share_of(100.0, 1, 4, []) == 25.0 and share_of(100.0, 3, 4, []) == 75.0
+    assert share_of(1000.0, 1, 4, []) == 250.0 and share_of(1000.0, 3, 4, []) == 750.0
+    assert share_of(600.0, 1, 4, []) == 180.0, "the first one has a start to pay for, too"
     assert share_of(100.0, 1, 4, [10.0, 20.0]) == 40.0, "twice the slowest start"
     assert share_of(100.0, 3, 4, [20.0]) == 75.0, "which a larger share holds"
     assert share_of(30.0, 1, 4, [20.0]) == 30.0, "no more than there is"
@@ -843,7 +846,7 @@ def test_command_passes_through_without_a_gpu(tmp_path):
     for text in (*records["plain"]["scores"]["demo/0"], *records["plain"]["scores"]["demo/0.8"]):
         assert [max(place, key=lambda pair: pair[1])[0] for place in text["top"]] == text["tokens"], "tokens have the largest score"
     assert {"device", "torch", "triton", "vllm", "commit", "command"} <= set(data["env"])
-    assert (tmp_path / "out" / "tiny-offline.txt").exists() and len(list((tmp_path / "out").glob("*.png"))) == 3
+    assert (tmp_path / "out" / "tiny-offline.txt").exists() and len(list((tmp_path / "out").glob("*.png"))) == 4
     last = json.loads(done.stdout.strip().splitlines()[-1])
     assert last["file"] == str(tmp_path / "out" / "tiny-offline.json") and last["not_measured"] == 0
     logs = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "records").glob("*.log")}

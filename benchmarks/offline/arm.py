@@ -1,10 +1,13 @@
-"""Arms of one engine, in a process of their own: `python -m benchmarks.offline.arm DEADLINE JOB RECORD [JOB RECORD ...]`.
+"""Arms of one engine, in a process of their own: `python -m benchmarks.offline.arm`, told by one line of its input what to do.
 
-The deadline in seconds of the epoch, `-` for none; all jobs name the same engine.
+The line is a JSON object: `deadline` in seconds of the epoch or null, `log` (a file for all output), `arms` [[job file, record file], ...],
+whose jobs all name the same engine. vLLM is imported before the line is read, so that a process may be started ahead of its turn.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
 import traceback
@@ -82,12 +85,12 @@ class ArmRun:
         self.record.memory = {**memory.capacity(self.llm), **self.llm.collective_rpc(memory.bytes_of)[0]}
 
     def warm_up(self) -> None:
-        """Compiles what each batch size needs, on the first workload's first prompts."""
+        """Compiles what each batch size and temperature needs, on the first workload's first prompts."""
         prompts = next(iter(self.job.prompts.values()))
-        for batch in sorted({batch for _, batch, _ in self.job.points}):
+        for batch, temperature in sorted({(batch, temperature) for _, batch, temperature in self.job.points}):
             self.check_time()
             if len(prompts) >= batch:
-                self.serve(prompts[:batch], 0.0, self.job.warmup_tokens)
+                self.serve(prompts[:batch], temperature, self.job.warmup_tokens)
 
     def check_time(self) -> None:
         if time.time() > self.deadline:
@@ -190,9 +193,16 @@ def run_all(runs: list[ArmRun], deadline: float) -> None:
 
 
 def main() -> None:
-    deadline, *files = sys.argv[1:]
-    runs = [ArmRun(Job.read(Path(job)), Path(record)) for job, record in zip(files[::2], files[1::2], strict=True)]
-    run_all(runs, float("inf") if deadline == "-" else float(deadline))
+    engine.import_vllm()
+    line = sys.stdin.readline()
+    if not line:
+        return  # not needed after all
+    order = json.loads(line)
+    with open(order["log"], "w") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    runs = [ArmRun(Job.read(Path(job)), Path(record)) for job, record in order["arms"]]
+    run_all(runs, float("inf") if order["deadline"] is None else order["deadline"])
 
 
 if __name__ == "__main__":

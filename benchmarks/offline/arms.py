@@ -52,9 +52,7 @@ class Arm:
         if not (found := _TREE.fullmatch(name)):
             raise ValueError(f"no arm {name!r}; there are plain, chain-K, tree-T-dD[-kK][-vN] and serial-T-dD[-kK][-vN]")
         family, nodes, depth, topk, vocab = found.groups()
-        bole: dict[str, Any] = {"topk": int(topk or 4), "max_depth": int(depth)}
-        if vocab:
-            bole["draft_vocab"] = int(vocab)
+        bole: dict[str, Any] = {"topk": int(topk or 4), "max_depth": int(depth), "draft_vocab": int(vocab or 0)}
         if family == "serial":
             bole["verify"] = "serial"
         return cls(name, family, int(nodes) - 1, bole)

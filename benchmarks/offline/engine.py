@@ -7,6 +7,13 @@ from typing import Any
 from benchmarks.offline.job import Job
 
 
+def import_vllm() -> None:
+    """Most of what an engine imports, which takes seconds and no device."""
+    import vllm.entrypoints.llm
+    import vllm.v1.worker.gpu.model_runner
+    import vllm.v1.worker.gpu_worker  # noqa: F401
+
+
 def start(job: Job) -> Any:
     """vllm.LLM with the job's arguments."""
     from vllm import LLM

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from benchmarks.offline.job import Job, Record
 from benchmarks.report import ROOT
@@ -20,6 +23,8 @@ ARM_TIMEOUT_S = 3600.0
 GRACE_S = 90.0
 LOG_LINES = 12
 STARTS_WORTH = 2.0
+# seconds that a start takes, as long as none has been seen
+FIRST_START_S = 90.0
 # of records that nothing is to be added to
 DONE = ("ok", "refused")
 
@@ -64,33 +69,41 @@ def run_arms(jobs: list[Job], folder: Path, budget_s: float | None, on_gpu: bool
     engines = [list(group) for _, group in groupby(tasks, key=lambda task: (task.job.shape, task.job.engine))]
     waiting = [[task for task in engine if task.record.status not in DONE] for engine in engines]
     found: list[Record] = []
-    for index, engine in enumerate(engines):
-        if arms := waiting[index]:
-            starts = [seconds for record in found for seconds in record.start_s]
-            left = sum(map(len, waiting[index:]))
-            share = None if end is None else share_of(end - time.time(), len(arms), left, starts)
-            _run(arms, None if share is None else time.time() + share, on_gpu)
-        found += [task.record for task in engine]
-        for record in found[-len(engine) :]:
-            print(f"{record.shape} {record.arm}: {record.status}, {len(record.samples)} runs {record.reason[:200]}", flush=True)
-        done(found)
+    with Processes(_environment(on_gpu)) as processes:
+        for index, engine in enumerate(engines):
+            if arms := waiting[index]:
+                starts = [seconds for record in found for seconds in record.start_s]
+                left = sum(map(len, waiting[index:]))
+                share = None if end is None else share_of(end - time.time(), len(arms), left, starts)
+                processes.more = any(waiting[index + 1 :])
+                _run(arms, None if share is None else time.time() + share, processes)
+            _report(found, engine, done)
     return found
+
+
+def _report(found: list[Record], engine: list[Task], done: Callable[[list[Record]], None]) -> None:
+    """Add the engine's records to those found, and say how its arms ended."""
+    for task in engine:
+        record = task.record
+        found.append(record)
+        print(f"{record.shape} {record.arm}: {record.status}, {len(record.samples)} runs {record.reason[:200]}", flush=True)
+    done(found)
 
 
 def share_of(left_s: float, arms: int, arms_left: int, starts_s: list[float]) -> float:
     """Seconds for an engine of `arms` of the `arms_left`: as much for every arm, but at least STARTS_WORTH of the slowest start so far. An
     engine that spends its time on its start measures nothing; better that later ones are left out."""
-    return min(left_s, max(left_s * arms / arms_left, STARTS_WORTH * max(starts_s, default=0.0)))
+    return min(left_s, max(left_s * arms / arms_left, STARTS_WORTH * max(starts_s, default=FIRST_START_S)))
 
 
-def _run(waiting: list[Task], deadline: float | None, on_gpu: bool) -> None:
+def _run(waiting: list[Task], deadline: float | None, processes: Processes) -> None:
     """Start an engine for the arms; if one of them ended it, another one for those after it."""
     while waiting:
         if deadline is not None and time.time() >= deadline:
             for task in waiting:
                 task.end("partial" if task.record.samples else "not started", "the time budget is spent")
             return
-        how = _process(waiting, deadline, on_gpu)
+        how = _process(waiting, deadline, processes)
         for task in waiting:
             task.read()
         left = [task for task in waiting if task.record.status == "waiting"]
@@ -101,32 +114,59 @@ def _run(waiting: list[Task], deadline: float | None, on_gpu: bool) -> None:
         waiting = left if started else []
 
 
-def _process(tasks: list[Task], deadline: float | None, on_gpu: bool) -> str:
+def _process(tasks: list[Task], deadline: float | None, processes: Processes) -> str:
     """Run the arms' process to its end, and say how that was."""
-    command = [sys.executable, "-m", "benchmarks.offline.arm", "-" if deadline is None else str(deadline)]
     for task in tasks:
         task.wait()
-        command += [str(task.file(".job.json")), str(task.file(".json"))]
-    log_file = tasks[0].file(".log")
+    log = tasks[0].file(".log")
+    log.unlink(missing_ok=True)
     timeout = ARM_TIMEOUT_S * len(tasks) if deadline is None else deadline - time.time() + GRACE_S
-    with log_file.open("w") as log:
-        status = _wait(command, _environment(on_gpu), log, timeout)
-    tail = "\n".join(log_file.read_text(errors="replace").splitlines()[-LOG_LINES:])
+    arms = [[str(task.file(".job.json")), str(task.file(".json"))] for task in tasks]
+    status = processes.run({"deadline": deadline, "log": str(log), "arms": arms}, timeout)
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:]) if log.exists() else ""
     what = f"killed after {timeout:.0f} s" if status is None else f"exit status {status}"
     return f"{what}; its log ends:\n{tail}"
 
 
-def _wait(command: list[str], environment: dict[str, str], log, timeout_s: float) -> int | None:
-    """Exit status; None where the process and its children had to be killed."""
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        return process.wait(timeout=timeout_s)
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if isinstance(error, subprocess.TimeoutExpired):
-            return None
-        raise
+class Processes:
+    """Processes of benchmarks.offline.arm, one at work and, while `more`, one that imports vLLM ahead of its turn.
+
+    It does so while the other starts its engine; when that measures, the next one waits for its line and uses nothing.
+    """
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment, self.more = environment, False
+        self._next: subprocess.Popen | None = None
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._next is not None:
+            self._next.stdin.close()  # it ends
+            self._next.wait()
+
+    def run(self, order: dict[str, Any], timeout_s: float) -> int | None:
+        """Exit status of a process with this order (arm.py); None where it and its children had to be killed."""
+        process = self._next or self._start()
+        self._next = self._start() if self.more else None
+        try:
+            with suppress(BrokenPipeError):  # it died while it imported: its status says so
+                process.stdin.write(json.dumps(order) + "\n")
+                process.stdin.close()
+            return process.wait(timeout=timeout_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None
+            raise
+
+    def _start(self) -> subprocess.Popen:
+        command = [sys.executable, "-m", "benchmarks.offline.arm"]
+        # what it says before it has its log goes to ours
+        streams = {"stdin": subprocess.PIPE, "stdout": sys.stderr, "text": True}
+        return subprocess.Popen(command, cwd=ROOT, env=self.environment, start_new_session=True, **streams)
 
 
 def _environment(on_gpu: bool) -> dict[str, str]:

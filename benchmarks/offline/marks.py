@@ -7,11 +7,10 @@ from itertools import product
 
 from benchmarks.offline.arms import CHAIN_DRAFTS
 from benchmarks.offline.choose import Point, chosen_ratios, measured, point_of, tree_settings
-from benchmarks.offline.options import MARK_BATCHES, MARK_SHAPES, SMALL, WORKLOADS
+from benchmarks.offline.options import GREEDY, MARK_BATCHES, MARK_SHAPES, SMALL, TEMPERATURES, WORKLOADS
 from benchmarks.offline.rows import Row
 from benchmarks.report import Mark
 
-GREEDY = 0.0
 PARTS_SHAPE = "9b"
 # baseline -> (at least, arms that must have been measured at a point for the baseline to be a fair one)
 SPEED_GOALS = {"plain": (3.0, ()), "best chain": (1.25, tuple(f"chain-{k}" for k in CHAIN_DRAFTS)), "best serial": (1.5, ())}
@@ -21,7 +20,7 @@ def offline_marks(rows: list[Row], parts: list[Row], memory: list[Row]) -> list[
     """`rows` with ratios (choose.with_ratios), `parts` and `memory` as rows.py makes them. Of a run of the small model alone, equality."""
     if {row["shape"] for row in rows} == {SMALL}:
         return _equality(rows)
-    speeds = [_speed(rows, baseline, goal, arms) for baseline, (goal, arms) in SPEED_GOALS.items()]
+    speeds = [_speed(rows, baseline, goal, arms, t) for t in TEMPERATURES for baseline, (goal, arms) in SPEED_GOALS.items()]
     return [*speeds, *_round(rows, parts), _memory(memory)]
 
 
@@ -39,22 +38,24 @@ def _equality(rows: list[Row]) -> list[Mark]:
     return found
 
 
-def grid() -> list[Point]:
-    """The points that the marks of speed are about."""
-    return list(product(MARK_SHAPES, WORKLOADS, MARK_BATCHES, (GREEDY,)))
+def grid(temperature: float) -> list[Point]:
+    """The points that a mark of speed is about."""
+    return list(product(MARK_SHAPES, WORKLOADS, MARK_BATCHES, (temperature,)))
 
 
-def _speed(rows: list[Row], baseline: str, goal: float, arms: tuple[str, ...]) -> Mark:
+def _speed(rows: list[Row], baseline: str, goal: float, arms: tuple[str, ...], temperature: float) -> Mark:
     """Geometric mean over the grid of the best tree setting of each shape and batch size, the same for all workloads."""
-    name = f"decode tokens/s over {baseline}, best tree setting per batch size, geo-mean of {', '.join(MARK_SHAPES)}, B 1 to 8"
+    how = f"sampled at {temperature:g}" if temperature else "greedy"
+    name = f"{how}: decode tokens/s over {baseline}, best tree setting per batch size, geo-mean of {', '.join(MARK_SHAPES)}, B 1 to 8"
+    points = grid(temperature)
     ratios = chosen_ratios(rows, baseline)
     have = {(point_of(row), row["arm"]) for row in measured(rows)}
-    missing = [point for point in grid() if point not in ratios or any((point, arm) not in have for arm in arms)]
+    missing = [point for point in points if point not in ratios or any((point, arm) not in have for arm in arms)]
     if missing:
-        return Mark(name, None, "x", at_least=goal, note=f"{len(missing)} of {len(grid())} points lack an arm, the first {missing[0]}")
-    looping = sum(row["chosen"] and point_of(row) in set(grid()) and bool(row.get("looping")) for row in rows)
-    note = f"{looping} of {len(grid())} points hold looping text" if looping else ""
-    return Mark(name, statistics.geometric_mean(ratios[point] for point in grid()), "x", at_least=goal, note=note)
+        return Mark(name, None, "x", at_least=goal, note=f"{len(missing)} of {len(points)} points lack an arm, the first {missing[0]}")
+    looping = sum(row["chosen"] and point_of(row) in points and bool(row.get("looping")) for row in rows)
+    note = f"{looping} of {len(points)} points hold looping text" if looping else ""
+    return Mark(name, statistics.geometric_mean(ratios[point] for point in points), "x", at_least=goal, note=note)
 
 
 def _round(rows: list[Row], parts: list[Row]) -> list[Mark]:

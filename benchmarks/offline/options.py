@@ -24,6 +24,9 @@ CHECKPOINT = ROOT / "benchmarks" / "models" / "checkpoint"
 MARK_SHAPES = ("9b", "27b")
 MARK_BATCHES = (1, 2, 4, 8)
 EQUALITY_PROMPTS, EQUALITY_TOKENS = 200, 256
+# greedy text of a small model repeats itself, which flatters every drafter: points are measured with sampled text too
+GREEDY, SAMPLED = 0.0, 0.8
+TEMPERATURES = (GREEDY, SAMPLED)
 # where the parts of a round are timed
 PARTS_BATCHES = (1, 16)
 
@@ -37,8 +40,7 @@ class Options:
     workloads: tuple[str, ...] = WORKLOADS
     batches: tuple[int, ...] = MARK_BATCHES
     parts_batches: tuple[int, ...] = PARTS_BATCHES
-    # 0 is greedy
-    temperatures: tuple[float, ...] = (0.0,)
+    temperatures: tuple[float, ...] = TEMPERATURES
     repeats: int = 3
     # of every request; requests of a point are this many or, if that is more, as many as its batch
     max_tokens: int = 256
@@ -55,7 +57,8 @@ class Options:
     # seconds for the whole run; None: as long as it takes
     budget_s: float | None = None
     tiny: bool = False
-    trace: bool = False
+    # arms to trace
+    trace: tuple[str, ...] = ()
     # None: benchmarks/results/<device>, or no files where nothing is timed
     out: Path | None = None
     # folder of the arms' records, kept and continued; None: a temporary one
@@ -92,8 +95,8 @@ class Options:
             settings["max_num_seqs"] = max(most, settings.get("max_num_seqs", cls.max_num_seqs))
         elif args.max_num_seqs < most:
             raise SystemExit(f"--max-num-seqs {args.max_num_seqs} is less than the largest batch, {most}")
-        if args.temperature:
-            settings["temperatures"] = (0.0, args.temperature)
+        if args.temperature is not None:
+            settings["temperatures"] = (GREEDY, args.temperature) if args.temperature else (GREEDY,)
         return cls(
             **settings,
             models=_models(args.model, settings.get("shapes", MARK_SHAPES), tiny),
@@ -102,7 +105,7 @@ class Options:
             bole=_json(args.bole, "--bole", {}),
             budget_s=args.budget_s,
             tiny=tiny,
-            trace=args.trace,
+            trace=() if args.trace is None else arms.select(args.trace, settings["arms"]),
             out=args.out,
             records=args.records,
             command=this_command(),
@@ -125,6 +128,7 @@ class Options:
             and set(MARK_SHAPES) <= set(self.shapes)
             and set(WORKLOADS) == set(self.workloads)
             and set(MARK_BATCHES) <= set(self.batches)
+            and set(TEMPERATURES) <= set(self.temperatures)
             and set(arms.DEFAULT) <= set(self.arms)
             and set(PARTS_BATCHES) <= set(self.parts_batches)
             and self.max_num_seqs >= max(PARTS_BATCHES)
@@ -183,11 +187,13 @@ def _tiny() -> dict[str, Any]:
         "prompts": 2,
         "max_model_len": 256,
         "max_num_seqs": 2,
+        "temperatures": (GREEDY,),
     }
 
 
 def _quick() -> dict[str, Any]:
-    return {"shapes": ("9b",), "arms": arms.QUICK, "batches": (1, 8), "repeats": 1, "max_tokens": 128, "prompts": 4}
+    return {"shapes": ("9b",), "arms": arms.QUICK, "batches": (1, 8), "repeats": 1, "max_tokens": 128, "prompts": 4,
+            "temperatures": (GREEDY,)}  # fmt: skip
 
 
 def _full() -> dict[str, Any]:
@@ -260,7 +266,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, help="runs of every point, of which the median counts (default: 3)")
     parser.add_argument("--max-tokens", type=int, help="tokens of every request (default: 256)")
     parser.add_argument("--prompts", type=int, help="requests of a point, or as many as its batch if that is more (default: 8)")
-    parser.add_argument("--temperature", type=float, help="measure every point at this temperature too (default: greedy only)")
+    sampled = f"measure every point at this temperature besides greedily (default: {SAMPLED}; 0: greedily alone)"
+    parser.add_argument("--temperature", type=float, help=sampled)
     parser.add_argument("--max-model-len", type=int, help="default: 2048")
     parser.add_argument("--max-num-seqs", type=int, help="of every engine (default: 16, or the largest batch)")
     parser.add_argument("--gpu-memory-utilization", type=float, help="default: 0.85")
@@ -270,6 +277,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help=f"9b, {len(arms.QUICK)} arms, batches 1 and 8, 128 tokens, one run each")
     parser.add_argument("--full", action="store_true", help="also 35b-a3b and batches of 16 and 32")
     parser.add_argument("--tiny", action="store_true", help="the demo model on the CPU: every code path, no speed; what runs without a GPU")
-    parser.add_argument("--trace", action="store_true", help="also a profiler trace per arm: kernels by part of the round")
+    parser.add_argument("--trace", nargs="?", const="", metavar="ARMS", help="also a profiler trace of these arms (default: of all)")
     parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/<device>; --tiny: none)")
     parser.add_argument("--records", type=Path, metavar="DIR", help="keep the arms' records here and continue those that are unfinished")

@@ -35,8 +35,9 @@ def draw(rows: list[Row], parts: list[Row], memory: list[Row], folder: Path, nam
 
 
 def _figures(rows: list[Row], parts: list[Row], memory: list[Row], plt) -> Iterator[tuple[str, object]]:
-    for shape in dict.fromkeys(row["shape"] for row in rows):
-        yield f"throughput-{shape}", _throughput([row for row in rows if row["shape"] == shape and row["temperature"] == 0], plt)
+    for shape, temperature in dict.fromkeys((row["shape"], row["temperature"]) for row in rows):
+        of_case = [row for row in rows if (row["shape"], row["temperature"]) == (shape, temperature)]
+        yield f"throughput-{shape}" + ("-sampled" if temperature else ""), _throughput(of_case, plt)
     if parts:
         yield "round", _round(pd.DataFrame(parts), plt)
     if memory:

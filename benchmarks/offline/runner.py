@@ -71,7 +71,7 @@ def make_jobs(options: Options, work: Path, traces: Path, device: str) -> list[J
                 prompts=prompts, points=options.points(), repeats=options.repeats, max_tokens=options.max_tokens,
                 warmup_tokens=WARMUP_TOKENS if options.timed else 2, requests=options.prompts,
                 parts_batches=[batch for batch in options.parts_batches if batch <= options.max_num_seqs],
-                trace=str(traces.resolve()) if options.trace else None, commit=commit, device=device,
+                trace=str(traces.resolve()) if arm.name in options.trace else None, commit=commit, device=device,
             ))  # fmt: skip
     return jobs
 

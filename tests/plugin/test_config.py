@@ -10,7 +10,7 @@ from bole_vllm.config import BoleConfig, BoleConfigError
 def test_defaults():
     config = BoleConfig.parse({}, num_speculative_tokens=31)
     assert config == BoleConfig(
-        topk=4, max_depth=8, tree_size=32, verify="closed_form", commit="replay", precision="fp32", draft_vocab=0, debug=False
+        topk=4, max_depth=8, tree_size=32, verify="closed_form", commit="replay", precision="fp32", draft_vocab=None, debug=False
     )
     assert config.num_drafts == 31
 

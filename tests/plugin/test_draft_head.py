@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from bole_vllm import draft_head
 from bole_vllm.config import BoleConfigError
-from bole_vllm.draft_head import FIRST_REFRESH, DraftHead, load_token_ids
+from bole_vllm.draft_head import FIRST_REFRESH, DraftHead, build_draft_head, load_token_ids
 
 
 @pytest.fixture
@@ -38,6 +40,26 @@ def test_follows_what_was_served(matrix):
     assert head.token_ids.tolist() == [0, 9, 30, 41], "three tokens were served, the lowest id fills up"
     assert torch.equal(head.weight, matrix[[0, 9, 30, 41]])
     assert (head.weight.data_ptr(), head.token_ids.data_ptr()) == addresses
+
+
+def drafter(matrix: torch.Tensor, vocab_size: int = 50, scale: float = 1.0) -> SimpleNamespace:
+    processor = SimpleNamespace(org_vocab_size=vocab_size, scale=scale, soft_cap=None)
+    return SimpleNamespace(lm_head=SimpleNamespace(weight=matrix), logits_processor=processor)
+
+
+def test_a_part_by_default_where_that_is_possible(matrix, monkeypatch):
+    """Of a vocabulary more than twice as large; all rows where the head is scaled, one rank's share, or packed."""
+    packed = matrix.to(torch.float8_e4m3fn)
+    for size, parts in ((20, 20), (25, None)):
+        monkeypatch.setattr(draft_head, "DEFAULT_SIZE", size)
+        head = build_draft_head(drafter(matrix), None, 4)
+        assert (head and len(head.token_ids)) == parts
+    monkeypatch.setattr(draft_head, "DEFAULT_SIZE", 4)
+    for other in (drafter(matrix, scale=2.0), drafter(matrix, vocab_size=100), drafter(packed)):
+        assert build_draft_head(other, None, 4) is None
+        with pytest.raises(BoleConfigError, match="leave it out for this model"):
+            build_draft_head(other, 8, 4)
+    assert build_draft_head(drafter(matrix), 0, 4) is None
 
 
 def test_given_ids_stay(matrix):

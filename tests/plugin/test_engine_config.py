@@ -79,7 +79,7 @@ REFUSED = {
     ),
     "a draft vocabulary as large as the model's": (
         {"bole": {"draft_vocab": 4096}},
-        '"bole.draft_vocab" is 4096, the vocabulary has 4096 tokens: leave it out to draft with all.',
+        '"bole.draft_vocab" is 4096, the vocabulary has 4096 tokens: set it to 0 to draft with all.',
     ),
     "pipeline parallelism": (
         {"pipeline_parallel_size": 2, **TWO_RANKS},
