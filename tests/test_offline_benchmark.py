@@ -196,9 +196,9 @@ def test_file_name_tells_a_full_run():
     for other in (*less, {"max_num_seqs": 8}, {"parts_batches": (1,)}):
         assert Options(**other).results_name(complete=True) == "partial-offline"
     assert Options(tiny=True).results_name(complete=True) == "tiny-offline"
-    small = {"shapes": ("small",), "prompts": 50, "temperatures": (0.0, 0.8)}
+    small = {"shapes": ("small",), "prompts": 64, "batches": (16,), "temperatures": (0.0, 0.8)}
     assert Options(**small).results_name(complete=True) == "equality"
-    for other in ({"prompts": 49}, {"temperatures": (0.0,)}, {"max_tokens": 255}, {"arms": ("plain",)}):
+    for other in ({"prompts": 63}, {"temperatures": (0.0,)}, {"max_tokens": 255}, {"arms": ("plain",)}):
         assert Options(**{**small, **other}).results_name(complete=True) == "partial-equality"
 
 

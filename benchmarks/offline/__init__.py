@@ -2,8 +2,8 @@
 
     python -m benchmarks offline                            # a GPU; hours
     python -m benchmarks offline --quick --budget-s 540     # the first look
-    python -m benchmarks offline --shapes small --arms plain,tree-16-d6 --batches 16 --prompts 50 --temperature 0.8 --repeats 1
-                                                            # are outputs equal: 200 prompts, greedy and seeded, ties listed
+    python -m benchmarks offline --shapes small --arms plain,tree-16-d6 --batches 16 --prompts 64 --repeats 1
+                                                            # are outputs equal: 256 prompts, greedy and seeded, ties listed
     python -m benchmarks offline --tiny                     # a CPU: every code path, no speed
 
 How a point (shape, workload, batch size B, temperature) is timed: B requests start together through `LLMEngine.add_request`, and the clock

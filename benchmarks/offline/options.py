@@ -137,7 +137,8 @@ class Options:
     @property
     def covers_equality(self) -> bool:
         """Whether it compares greedy and seeded texts of EQUALITY_PROMPTS prompts and EQUALITY_TOKENS tokens."""
-        enough = self.prompts * len(self.workloads) >= EQUALITY_PROMPTS and self.max_tokens >= EQUALITY_TOKENS
+        served = min(max(batch, self.prompts // batch * batch) for batch in self.batches)
+        enough = served * len(self.workloads) >= EQUALITY_PROMPTS and self.max_tokens >= EQUALITY_TOKENS
         return enough and len(self.temperatures) > 1 and "plain" in self.arms and len(self.arms) > 1
 
     def results_name(self, complete: bool) -> str:
