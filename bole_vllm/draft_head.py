@@ -64,16 +64,12 @@ class DraftHead:
         """hidden [rows, H] -> [rows, N]."""
         return F.linear(hidden, self.weight)
 
-    def count(self, tokens: Tensor, weight: Tensor | None = None) -> None:
-        """Count served tokens [n] int64, each `weight` [n] times (0: not at all). No host sync."""
-        if self.counts is not None:
-            ones = torch.ones_like(tokens, dtype=torch.float32) if weight is None else weight.float()
-            self.counts.index_add_(0, tokens.clamp(min=0), ones)
-
     def count_prompt(self, prompt: list[int] | None) -> None:
-        """Count a new request's prompt; None: it came as embeddings."""
+        """Count a new request's prompt; None: it came as embeddings. Served tokens are counted where rounds are (metrics.py). No host
+        sync."""
         if self.counts is not None and prompt:
-            self.count(async_tensor_h2d(prompt, dtype=torch.int64, device=self.head.device))
+            tokens = async_tensor_h2d(prompt, dtype=torch.int64, device=self.head.device)
+            self.counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.float32))
 
     def end_round(self) -> None:
         """Follow the counts when it is time. In place and without host sync, so that captured graphs see the new rows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
@@ -73,14 +74,34 @@ class TreeGDNMetadataBuilder(GDNAttentionMetadataBuilder):
         # [max_num_reqs] fixed address, so that captured graphs can read it
         self.state_slot = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device)
 
-    def build(self, common_prefix_len, common_attn_metadata, *args, **kwargs) -> TreeGDNMetadata:
-        metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+    def build(
+        self, common_prefix_len, common_attn_metadata, num_accepted_tokens=None, num_decode_draft_tokens_cpu=None, fast_build=False
+    ) -> TreeGDNMetadata:
         m = common_attn_metadata
         mode = self.vllm_config.cache_config.mamba_cache_mode
         block_table = mamba_get_block_table_tensor(m.block_table_tensor, m.seq_lens, self.kv_cache_spec, mode)
         state_slot = self.state_slot[: m.num_reqs]
         state_slot.copy_(block_table[:, 0], non_blocking=True)
+        num_trees = _trees_alone(m.query_start_loc_cpu, num_decode_draft_tokens_cpu)
+        if num_trees:
+            # Of vLLM's metadata a tree row reads nothing: sixty operations of the host, in every group and round, are left out.
+            return TreeGDNMetadata(
+                num_prefills=0, num_prefill_tokens=0, num_decodes=0, num_decode_tokens=0, num_spec_decodes=num_trees,
+                num_spec_decode_tokens=m.num_actual_tokens, num_actual_tokens=m.num_actual_tokens, state_slot=state_slot,
+            )  # fmt: skip
+        metadata = super().build(common_prefix_len, m, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build)
         return TreeGDNMetadata(**vars(metadata), state_slot=state_slot)
+
+
+def _trees_alone(query_start_cpu: torch.Tensor, num_drafts_cpu: torch.Tensor | None) -> int:
+    """How many requests a batch holds, if all of them are tree rows and the rest is padding; else 0.
+
+    query_start_cpu [R + 1], num_drafts_cpu [R] as vLLM gives them: -1 marks a row that is no tree.
+    """
+    if num_drafts_cpu is None:
+        return 0
+    is_tree, rows = num_drafts_cpu.numpy() >= 0, np.diff(query_start_cpu.numpy())
+    return 0 if rows[~is_tree].any() else int(is_tree.sum())
 
 
 class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):

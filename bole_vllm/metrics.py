@@ -25,9 +25,10 @@ class TreeStats:
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
 
-    def add(self, forest: Forest, path: torch.Tensor, path_len: torch.Tensor) -> None:
-        """Account for one step. path [R, D + 1], path_len [R]; no synchronisation."""
-        add_counts(forest, path, path_len, self.sums)
+    def add(self, forest: Forest, path: torch.Tensor, path_len: torch.Tensor, token_counts: torch.Tensor | None = None) -> None:
+        """Account for one step. path [R, D + 1], path_len [R]; token_counts [vocabulary] fp32 counts the committed tokens, in place. No
+        synchronisation."""
+        add_counts(forest, path, path_len, self.sums, token_counts)
 
     def read(self) -> dict[str, Any]:
         """The sums and the ratios made of them; synchronises."""

@@ -15,15 +15,16 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from bole_vllm.attention import TreeRows
+from bole_vllm.commit_graphs import CommitGraphs
 from bole_vllm.config import BoleConfig
 from bole_vllm.forest import Forest, TreeStore, check_integrity
-from bole_vllm.gdn import TreeGatedDeltaNet, TreeGDNMetadata
-from bole_vllm.kernels.commit import block_targets
+from bole_vllm.gdn import TreeGatedDeltaNet, TreeGDNMetadata, TreeGDNMetadataBuilder
+from bole_vllm.kernels.commit import block_targets, in_place_targets
 from bole_vllm.kernels.kv_move import KVTable, move_kv
-from bole_vllm.kernels.topology import tree_positions
+from bole_vllm.kernels.topology import begin_round, tree_positions
 from bole_vllm.metrics import TreeStats
 from bole_vllm.sampler import TreeSampler, needs_chain
-from bole_vllm.state_cache import RoundFactors, in_place_targets, memory_advice
+from bole_vllm.state_cache import RoundFactors, memory_advice
 
 logger = init_logger("vllm.bole")
 
@@ -44,12 +45,15 @@ class TreeModelState(MambaHybridModelState):
         self.full_forest = Forest.allocate(self.max_num_reqs, size, depth, device)
         # [max_num_tokens] RoPE positions of the step, at a fixed address
         self.positions = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
-        # [max_num_reqs] nodes of each request's tree in this step, and tokens before its root
+        # [max_num_reqs] slot of each request in this step, -1: none; nodes of its tree; tokens before its root
+        self.slots = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         self.num_rows = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self.num_computed = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         # [max_num_reqs, depth + 1] accepted nodes of each request of the batch, root first; [max_num_reqs] how many
         self.path = torch.zeros(self.max_num_reqs, depth + 1, dtype=torch.int32, device=device)
         self.path_len = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        # [max_num_reqs] what `is_tree` is where no request is in its prompt
+        self.all_trees = torch.ones(self.max_num_reqs, dtype=torch.bool, device=device)
         # [max_num_reqs + 1] by request slot: only the top-1 chain may be accepted (see sampler.needs_chain); on the host
         self.chain_only_np = np.zeros(self.max_num_reqs + 1, dtype=bool)
         layers = get_layers_from_vllm_config(vllm_config, TreeGatedDeltaNet)
@@ -58,7 +62,12 @@ class TreeModelState(MambaHybridModelState):
         self.stats_counters = TreeStats(device)
         # set by the drafter: counts the tokens of a new request's prompt for its vocabulary
         self.count_prompt: Callable[[list[int] | None], None] | None = None
+        # and counts of the tokens that are served, [vocabulary]
+        self.token_counts: torch.Tensor | None = None
         self._step: _Step | None = None
+        # graphs of the commit, None: it runs as it is; and of every GDN group, [max_num_reqs] request -> its state's slot
+        self.commit_graphs: CommitGraphs | None = None
+        self._state_slots: list[torch.Tensor] = []
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -99,6 +108,7 @@ class TreeModelState(MambaHybridModelState):
         targets = {name: layer for name, layer in attention.items() if not getattr(layer, "is_draft_layer", False)}
         self._kv_table = KVTable.build([layer.kv_cache for layer in targets.values()], [group_of[name] for name in targets])
         self._block_size = self._gdn_block_size(kv_cache_config) if self._align_mode else None
+        self.commit_graphs, self._state_slots = None, []
 
     def _gdn_block_size(self, kv_cache_config) -> int:
         block_size = kv_cache_config.kv_cache_groups[self._gdn_groups[0]].kv_cache_spec.block_size
@@ -108,6 +118,19 @@ class TreeModelState(MambaHybridModelState):
                 "lower num_speculative_tokens."
             )
         return block_size
+
+    def capture_inner_cudagraphs(self, input_buffers, block_tables, attn_groups, kv_cache_config) -> None:
+        super().capture_inner_cudagraphs(input_buffers, block_tables, attn_groups, kv_cache_config)
+        self._find_state_slots(attn_groups)
+        self.path_len.zero_()  # of earlier dummy steps: nothing is committed while graphs are made
+        self.commit_graphs = CommitGraphs(self.vllm_config, self.device)
+        self.commit_graphs.capture(lambda num_reqs: self._commit(num_reqs, block_tables.input_block_tables, block_tables.slot_mappings))
+
+    def _find_state_slots(self, attn_groups) -> None:
+        """Where the metadata builders leave the states' slots: one buffer a GDN group, at a fixed address."""
+        if not self._state_slots:
+            builders = [group.get_metadata_builder(0) for g in self._gdn_groups for group in attn_groups[g]]
+            self._state_slots = [builder.state_slot for builder in builders if isinstance(builder, TreeGDNMetadataBuilder)]
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -121,14 +144,13 @@ class TreeModelState(MambaHybridModelState):
             input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, kv_cache_config, for_capture=for_capture, **kwargs
         )
         # rows of a graph that stand for no request are in nobody's way
-        covers_batch = bool(step.is_tree_np[: input_batch.num_reqs].all())
-        rows = TreeRows.of_forest(step.forest, self.num_rows[:num_reqs], step.num_computed, covers_batch)
+        rows = TreeRows.of_forest(step.forest, self.num_rows[:num_reqs], step.num_computed, step.only_trees)
         marked: dict[int, Any] = {}
         for name, layer_metadata in metadata.items():
             if id(layer_metadata) not in marked:
                 marked[id(layer_metadata)] = self._mark(layer_metadata, step, rows)
             metadata[name] = marked[id(layer_metadata)]
-        step.src_slot = self._source_slots(metadata, input_batch.num_reqs)
+        self._find_state_slots(attn_groups)
         if not for_capture:
             self._clear_new_states(input_batch, step)
         return metadata
@@ -137,20 +159,19 @@ class TreeModelState(MambaHybridModelState):
         query_start = input_batch.query_start_loc[: num_reqs + 1]
         is_tree_np = np.zeros(num_reqs, dtype=bool)
         is_tree_np[: input_batch.num_reqs] = True if for_capture else self._verify_rows(input_batch)
-        slots = torch.full((num_reqs,), -1, dtype=torch.int64, device=self.device)
-        slots[: input_batch.num_reqs] = input_batch.idx_mapping
-        forest = self.full_forest.for_requests(num_reqs)
-        is_tree = async_tensor_h2d(is_tree_np, device=self.device)
+        only_trees = bool(is_tree_np[: input_batch.num_reqs].all())
+        is_tree = self.all_trees if only_trees else async_tensor_h2d(is_tree_np, device=self.device)
+        forest, slots, num_computed = self.full_forest.for_requests(num_reqs), self.slots[:num_reqs], self.num_computed[:num_reqs]
+        # A step without drafts never reaches the tree sampler: its trees are roots, and roots are always committed.
+        # The device's own lengths: under async scheduling the host's are upper bounds.
+        begin_round(
+            input_batch.idx_mapping[: input_batch.num_reqs], is_tree, query_start, input_batch.seq_lens, forest.max_nodes, slots,
+            num_computed, self.num_rows[:num_reqs], self.path[:num_reqs], self.path_len,
+        )  # fmt: skip
         self.trees.build(forest, slots, is_tree, query_start, input_batch.input_ids)
         if self.config.debug:
             check_integrity(forest, num_reqs)
-        self.path[:num_reqs].zero_()
-        # A step without drafts never reaches the tree sampler: its trees are roots, and roots are always committed.
-        torch.sub(forest.node_offset[1:], forest.node_offset[:-1], out=self.num_rows[:num_reqs])
-        torch.clamp(self.num_rows[:num_reqs], max=1, out=self.path_len[:num_reqs])
-        # The device's own lengths: under async scheduling the host's are upper bounds.
-        num_computed = torch.sub(input_batch.seq_lens[:num_reqs], query_start.diff(), out=self.num_computed[:num_reqs])
-        self._step = _Step(input_batch, forest, is_tree_np, num_computed, block_tables, slot_mappings)
+        self._step = _Step(input_batch, forest, is_tree_np, only_trees, num_computed, block_tables, slot_mappings)
         return self._step
 
     def _verify_rows(self, input_batch) -> np.ndarray:
@@ -170,25 +191,21 @@ class TreeModelState(MambaHybridModelState):
     def _clear_new_states(self, input_batch, step: _Step) -> None:
         """A one-token prompt is scheduled as a tree row at once: its slot still holds its last owner's state."""
         new = np.flatnonzero(step.is_tree_np[: input_batch.num_reqs] & (input_batch.num_computed_tokens_np == 0))
-        if new.size and step.src_slot is not None:
+        if new.size:
+            rows = async_tensor_h2d(new, device=self.device)
             for name, layer in zip(self.gdn_layer_names, self.factors.layers):
-                slots = step.src_slot[self._slot_row[name], async_tensor_h2d(new, device=self.device)].long()
+                slots = self._state_slots[self._slot_row[name]][rows].long()
                 for state in layer.state_views():
                     state[slots] = 0
 
-    def _source_slots(self, metadata: dict[str, Any], num_reqs: int) -> torch.Tensor | None:
-        """[groups, R] the slot that each GDN group's verification reads; None in a run without these layers."""
-        slots = {row: metadata[name].state_slot[:num_reqs] for name, row in self._slot_row.items() if name in metadata}
-        return torch.stack([slots[row] for row in sorted(slots)]) if slots else None
-
     def prepare_inputs(self, input_batch, req_states) -> dict[str, Any]:
         inputs = super().prepare_inputs(input_batch, req_states)
-        n = input_batch.num_tokens_after_padding
-        positions = self.positions[:n]
-        positions.copy_(input_batch.positions)
-        if self._step is not None and self._step.batch is input_batch:  # not in a dummy run without attention
-            tree_positions(self._step.forest, self._step.num_computed, positions)
-            input_batch.input_ids.clamp_(min=0)  # placeholder drafts are -1 and are embedded
+        step = self._step if self._step is not None and self._step.batch is input_batch else None  # None: a run without attention
+        positions = self.positions[: input_batch.num_tokens_after_padding]
+        if step is None or not step.only_trees or "positions" in inputs:
+            positions.copy_(input_batch.positions)
+        if step is not None:
+            tree_positions(step.forest, step.num_computed, positions, input_batch.input_ids)
         if "positions" in inputs:  # multi-dimensional RoPE: shift every section alike
             inputs["positions"] += positions - input_batch.positions
             return inputs
@@ -208,19 +225,26 @@ class TreeModelState(MambaHybridModelState):
         if step is None or idx_mapping.shape[0] == 0:
             return
         num_reqs = idx_mapping.shape[0]
+        if self.commit_graphs is None or not self.commit_graphs.run(num_reqs):
+            self._commit(num_reqs, step.block_tables, step.slot_mappings)
+
+    def _commit(self, num_reqs: int, block_tables, slot_mappings: torch.Tensor) -> None:
+        """Of the first rows of the batch, those without a path included. block_tables: per cache group [>= R, columns]; slot_mappings
+        [groups, token rows]. Device work only: all that changes from step to step lies at fixed addresses."""
         forest = self.full_forest.for_requests(num_reqs)
         path, path_len = self.path[:num_reqs], self.path_len[:num_reqs]
-        if step.src_slot is not None:
-            if self._block_size is None:
-                dst_slot, dst_len = in_place_targets(step.src_slot, path_len)
-            else:
-                tables = [step.block_tables[g][:num_reqs] for g in self._gdn_groups]
-                dst_slot, dst_len = block_targets(
-                    tables, step.num_computed[:num_reqs], path_len, self._block_size, idx_mapping, self._mamba_state_idx_gpu
-                )
-            self.factors.commit(forest, path, path_len, step.src_slot, dst_slot, dst_len)
-        move_kv(self._kv_table, step.slot_mappings, forest, path, path_len)
-        self.stats_counters.add(forest, path, path_len)
+        # [groups, R] the state that each GDN group's verification read
+        src_slot = torch.stack([slots[:num_reqs] for slots in self._state_slots])
+        if self._block_size is None:
+            dst_slot, dst_len = in_place_targets(src_slot, path_len)
+        else:
+            tables = [block_tables[g][:num_reqs] for g in self._gdn_groups]
+            dst_slot, dst_len = block_targets(
+                tables, self.num_computed[:num_reqs], path_len, self._block_size, self.slots[:num_reqs], self._mamba_state_idx_gpu
+            )
+        self.factors.commit(forest, path, path_len, src_slot, dst_slot, dst_len)
+        move_kv(self._kv_table, slot_mappings, forest, path, path_len)
+        self.stats_counters.add(forest, path, path_len, self.token_counts)
 
     def stats(self) -> dict[str, Any]:
         """What bole_vllm.metrics documents."""
@@ -239,11 +263,13 @@ class TreeModelState(MambaHybridModelState):
 class _Step:
     """What a step's commit needs to remember from its preparation."""
 
-    def __init__(self, batch, forest: Forest, is_tree_np: np.ndarray, num_computed: torch.Tensor, block_tables, slot_mappings) -> None:
+    def __init__(
+        self, batch, forest: Forest, is_tree_np: np.ndarray, only_trees: bool, num_computed: torch.Tensor, block_tables, slot_mappings
+    ) -> None:
         self.batch = batch
         self.forest = forest
         self.is_tree_np = is_tree_np
+        self.only_trees = only_trees  # no request of the batch is in its prompt
         self.num_computed = num_computed  # [R] tokens before each request's rows
         self.block_tables = block_tables  # per cache group [R, columns]
         self.slot_mappings = slot_mappings  # [groups, token rows]
-        self.src_slot: torch.Tensor | None = None

@@ -84,7 +84,7 @@ class TreeSpeculator(MTPSpeculator):
         super().set_attn(model_state, *args, **kwargs)
         self._row_metadata.clear()
         if self.draft_head is not None:
-            model_state.count_prompt = self.draft_head.count_prompt
+            model_state.count_prompt, model_state.token_counts = self.draft_head.count_prompt, self.draft_head.counts
 
     def _configure_decode_metadata_update(self) -> None:
         # of vLLM's two ways to capture drafting, the one that takes all steps at once: `_generate_fused_drafts`
@@ -144,8 +144,8 @@ class TreeSpeculator(MTPSpeculator):
             self.decode_cudagraph_manager.run_fullgraph(graph)
         else:
             self._store(self._grow(self._shape(wanted), num_reqs, skip_attn), num_reqs)
-        if self.draft_head is not None and self.draft_head.counts is not None and not dummy_run:
-            self._follow_served_tokens(num_reqs)
+        if self.draft_head is not None and not dummy_run:
+            self.draft_head.end_round()
         return self.draft_tokens[:num_reqs]
 
     def _graph_of(self, num_reqs: int, wanted: int, eager: bool) -> BatchExecutionDescriptor | None:
@@ -207,15 +207,6 @@ class TreeSpeculator(MTPSpeculator):
             if depth < shape.max_depth:
                 torch.index_select(outputs, 0, source_row.flatten(), out=rows)
         return select(candidates, shape)
-
-    def _follow_served_tokens(self, num_reqs: int) -> None:
-        """Count the round's committed tokens: the pending one and the accepted drafts."""
-        state = self.model_state
-        forest, path, path_len = state.full_forest, state.path[:num_reqs].long(), state.path_len[:num_reqs, None]
-        taken = torch.arange(path.shape[1], device=path.device) < path_len
-        nodes = torch.where(taken, forest.node_offset[:num_reqs, None].long() + path, 0)
-        self.draft_head.count(forest.token[nodes].long().flatten(), taken.flatten())
-        self.draft_head.end_round()
 
     def _place_rows(self, shape: TreeShape, num_reqs: int, skip_attn: bool) -> RowPlaces:
         """Where the rows of all depths lie; depends on the lengths alone."""

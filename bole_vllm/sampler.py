@@ -71,10 +71,12 @@ class TreeSampler(RejectionSampler):
 
     def _sample_nodes(self, logits, input_batch, want_logprobs: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One target sample per logits row, in chunks of whole requests; the processed logits where they are asked for."""
-        rows = input_batch.logits_indices
+        cu, positions = input_batch.cu_num_logits_np, self.model_state.positions
         # Node positions are L + depth; a row's position is that of the token it reads.
-        pos, input_ids = self.model_state.positions[rows], input_batch.input_ids[rows]
-        cu = input_batch.cu_num_logits_np
+        if int(cu[-1]) == input_batch.num_tokens:  # a logits row for every row, as where no request is in its prompt
+            pos, input_ids = positions[: input_batch.num_tokens], input_batch.input_ids[: input_batch.num_tokens]
+        else:
+            pos, input_ids = positions[input_batch.logits_indices], input_batch.input_ids[input_batch.logits_indices]
         keep = want_logprobs and self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
         sampled, processed = [], []
         for start, end in _iter_request_chunks(cu, get_max_chunk_logits(logits.shape[1])):
@@ -86,14 +88,15 @@ class TreeSampler(RejectionSampler):
             )  # fmt: skip
             sampled.append(tokens)
             processed += [scores] if keep else []
-        return torch.cat(sampled), torch.cat(processed) if keep else None
+        return _joined(sampled), _joined(processed) if keep else None
 
     def _walk(self, sampled, input_batch, invalid_drafts) -> tuple[torch.Tensor, torch.Tensor]:
         """([R, T] tokens emitted per request, [R] how many); leaves the paths in the model state."""
         state, num_reqs = self.model_state, input_batch.num_reqs
         forest = state.full_forest.for_requests(num_reqs)
-        tokens = torch.full((num_reqs, forest.max_nodes), -1, dtype=torch.int64, device=sampled.device)
-        num_sampled = torch.zeros(num_reqs, dtype=torch.int32, device=sampled.device)
+        # new ones, since they are copied to the host while the next round runs; columns beyond the deepest path are nobody's
+        tokens = torch.empty(num_reqs, forest.max_nodes, dtype=torch.int64, device=sampled.device)
+        num_sampled = torch.empty(num_reqs, dtype=torch.int32, device=sampled.device)
         acceptable = self._acceptable(input_batch, invalid_drafts)
         walk_tree(
             sampled, input_batch.cu_num_logits, forest, acceptable, tokens, num_sampled, state.path[:num_reqs], state.path_len[:num_reqs]
@@ -124,3 +127,7 @@ class TreeSampler(RejectionSampler):
         where = torch.where(taken, start + step, rows.shape[0] - 1)
         rows[where] = torch.where(taken, start + path, rows.shape[0] - 1)
         return rows[:-1]
+
+
+def _joined(chunks: list[torch.Tensor]) -> torch.Tensor:
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)

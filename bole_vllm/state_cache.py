@@ -129,11 +129,3 @@ def memory_advice(round_bytes: int, device_bytes: int, max_num_seqs: int) -> str
         f"Bole's buffers take {share}: they hold a whole tree for each of max_num_seqs={max_num_seqs} requests. "
         "Lower --max-num-seqs to what you serve at once, or num_speculative_tokens."
     )
-
-
-def in_place_targets(src_slot: torch.Tensor, path_len: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dst_slot [groups, R, 2], dst_len [R, 2]) of a commit without prefix caching: the one state of every request, nothing else.
-
-    src_slot [groups, R] int32, path_len [R] int32.
-    """
-    return torch.nn.functional.pad(src_slot[..., None], (0, 1)), torch.nn.functional.pad(path_len[..., None], (0, 1))

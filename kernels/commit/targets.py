@@ -1,4 +1,4 @@
-"""Where a commit writes under prefix caching: the block that the path ends in, and the one that ends on the way."""
+"""Where a commit writes: a request's one state or, under prefix caching, the block its path ends in and the one that ends on the way."""
 
 from __future__ import annotations
 
@@ -7,6 +7,35 @@ import triton
 import triton.language as tl
 
 BLOCK = 32
+
+
+@triton.jit
+def in_place_targets_kernel(p_src_slot, p_path_len, p_dst_slot, p_dst_len, num_requests, num_groups, BR: tl.constexpr):
+    o_r = tl.program_id(0) * BR + tl.arange(0, BR)
+    m_r = o_r < num_requests
+    b_zero = tl.zeros([BR], dtype=tl.int32)
+    for i_g in range(num_groups):
+        o_g = i_g * num_requests + o_r
+        tl.store(p_dst_slot + o_g * 2, tl.load(p_src_slot + o_g, mask=m_r, other=0), mask=m_r)
+        tl.store(p_dst_slot + o_g * 2 + 1, b_zero, mask=m_r)
+    tl.store(p_dst_len + o_r * 2, tl.load(p_path_len + o_r, mask=m_r, other=0), mask=m_r)
+    tl.store(p_dst_len + o_r * 2 + 1, b_zero, mask=m_r)
+
+
+def in_place_targets(src_slot: torch.Tensor, path_len: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Destinations of a commit where every request has one state: (dst_slot [groups, R, 2], dst_len [R, 2]), int32, the second ones empty.
+
+    src_slot [groups, R] int32, path_len [R] int32, contiguous. One launch, no host sync. Raises ValueError on dtypes or shapes.
+    """
+    num_groups, num_requests = src_slot.shape
+    if path_len.shape != (num_requests,) or any(t.dtype != torch.int32 or not t.is_contiguous() for t in (src_slot, path_len)):
+        raise ValueError(f"src_slot and path_len must be contiguous int32 [groups, R] and [R], got {src_slot.shape} and {path_len.shape}")
+    dst_slot = torch.empty(num_groups, num_requests, 2, dtype=torch.int32, device=path_len.device)
+    dst_len = torch.empty(num_requests, 2, dtype=torch.int32, device=path_len.device)
+    if num_requests:
+        grid = (triton.cdiv(num_requests, BLOCK),)
+        in_place_targets_kernel[grid](src_slot, path_len, dst_slot, dst_len, num_requests, num_groups, BR=BLOCK, num_warps=1)
+    return dst_slot, dst_len
 
 
 @triton.jit

@@ -228,7 +228,9 @@ def tree_positions_kernel(
     token_start,  # [R]
     depth,  # [capacity]
     positions,  # [num token rows]
+    token_ids,  # [num token rows]
     R,
+    HAS_TOKENS: tl.constexpr,
     BN: tl.constexpr,
     BR: tl.constexpr,
 ):
@@ -242,14 +244,18 @@ def tree_positions_kernel(
     b_row = tl.load(token_start + b_req).to(tl.int64) + (o_n - b_base)
     b_position = tl.load(num_computed + b_req).to(tl.int64) + tl.load(depth + o_n, mask=m_n, other=0)
     tl.store(positions + b_row, b_position, mask=m_n)
+    if HAS_TOKENS:
+        b_token = tl.load(token_ids + b_row, mask=m_n, other=0)
+        tl.store(token_ids + b_row, tl.maximum(b_token, 0), mask=m_n & (b_token < 0))
 
 
-def tree_positions(forest: Forest, num_computed: torch.Tensor, positions: torch.Tensor) -> None:
+def tree_positions(forest: Forest, num_computed: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor | None = None) -> None:
     """Positions of tree rows, in place: row `token_start + i` gets `num_computed + depth(i)`; other rows are untouched.
 
     Args:
         num_computed: [R] int32 or int64, tokens before node 0.
         positions: [num token rows] int64.
+        token_ids: [num token rows] int32 or int64 input ids: those of tree rows that are negative (pads) become 0, which can be embedded.
 
     Raises:
         ValueError: a shape or dtype is wrong.
@@ -267,7 +273,9 @@ def tree_positions(forest: Forest, num_computed: torch.Tensor, positions: torch.
         forest.token_start,
         forest.depth,
         positions,
+        positions if token_ids is None else token_ids,
         forest.max_requests,
+        HAS_TOKENS=token_ids is not None,
         BN=BN,
         BR=request_block(forest),
     )

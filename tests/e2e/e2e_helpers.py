@@ -63,6 +63,7 @@ def graph_managers(llm) -> dict[str, object]:
     run = runner(llm)
     managers = {
         "target": run.cudagraph_manager,
+        "commit": getattr(getattr(run.model_state, "commit_graphs", None), "manager", None),
         "draft prefill": run.speculator.prefill_cudagraph_manager,
         "tree": run.speculator.decode_cudagraph_manager,
     }

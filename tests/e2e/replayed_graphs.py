@@ -43,11 +43,13 @@ def install(llm, monkeypatch) -> Counter:
     nodes = run.decode_query_len
     # one request, and four for what lies between (of every number of drafts)
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 4, nodes, 4 * nodes], 4 * nodes
+    compilation.cudagraph_mode = mode
     run.cudagraph_manager = ModelCudaGraphManager(run.vllm_config, run.device, mode, decode_query_len=nodes)
     run.speculator.init_cudagraph_manager(mode)
-    names = {id(manager): name for name, manager in graph_managers(llm).items()}
     run.cudagraph_manager.capture(
         run.model, run.model_state, run.input_buffers, run.intermediate_tensors, run.block_tables, run.attn_groups, run.kv_cache_config
     )
+    run.model_state.capture_inner_cudagraphs(run.input_buffers, run.block_tables, run.attn_groups, run.kv_cache_config)
     run.speculator.capture()
+    names = {id(manager): name for name, manager in graph_managers(llm).items()}
     return replays

@@ -49,7 +49,7 @@ def test_graphs_change_no_token(name):
     compilation = COMPILATIONS[name]
     found = result(serve({**BOLE, **({"compilation_config": compilation} if compilation else {})}, sync_check="error"))
     assert found["async"], "asynchronous scheduling is off"
-    assert all(found["replays"].get(part, 0) > 0 for part in ("target", "draft prefill", "tree")), found["replays"]
+    assert all(found["replays"].get(part, 0) > 0 for part in ("target", "commit", "draft prefill", "tree")), found["replays"]
     assert found["stats"]["branched"] > found["stats"]["spine_hits"] > 0
     assert found["tokens"] == eager()["tokens"]
 
@@ -60,7 +60,7 @@ def test_sizes_by_batch_and_a_part_of_the_vocabulary():
     bole = {"bole": {"draft_vocab": 512, "max_depth": [[8, 4], [16, 6]]}}
     llm = {"speculative_config": speculative, "additional_config": bole, "compilation_config": COMPILATIONS["graphs alone"]}
     found = result(serve(llm, sync_check="error"))
-    assert all(found["replays"].get(part, 0) > 0 for part in ("target", "draft prefill", "tree")), found["replays"]
+    assert all(found["replays"].get(part, 0) > 0 for part in ("target", "commit", "draft prefill", "tree")), found["replays"]
     assert found["tokens"] == eager()["tokens"]
 
 

@@ -29,7 +29,7 @@ def test_replayed_rounds_equal_plain_decoding(captured, reference, count):
     prompts, want = reference
     replays.clear()
     assert generate(llm, prompts[:count], params(TOKENS)) == want[:count]
-    assert all(replays[name] > 0 for name in ("target", "draft prefill", "tree")), dict(replays)
+    assert all(replays[name] > 0 for name in ("target", "commit", "draft prefill", "tree")), dict(replays)
 
 
 def test_topologies_change_from_round_to_round(captured, reference):
@@ -61,4 +61,4 @@ def test_drafts_by_batch_size(engines, reference, monkeypatch):
     for count in (1, 4):
         replays.clear()
         assert generate(llm, prompts[:count], params(TOKENS)) == want[:count]
-        assert all(replays[name] > 0 for name in ("target", "draft prefill", "tree")), dict(replays)
+        assert all(replays[name] > 0 for name in ("target", "commit", "draft prefill", "tree")), dict(replays)

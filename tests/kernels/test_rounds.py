@@ -31,6 +31,26 @@ def test_counts_match_naive(requests, device):
     assert requests < 32 or min(want) > 0, "every counter counted something"
 
 
+@pytest.mark.parametrize("requests", [1, 40])
+def test_tokens_on_paths_are_counted(requests, device):
+    """The pending token and the accepted drafts, as often as they occur; pads and what was not accepted are not."""
+    sums, vocabulary = torch.zeros(len(COUNTS), dtype=torch.int64, device=device), 7
+    counts = torch.full((vocabulary,), 0.5, device=device)
+    want = counts.tolist()
+    for seed in range(3):
+        forest, _, path, length = random_round(50 + seed, requests, 9, 4, device)
+        forest.token.copy_(torch.randint(-1, vocabulary, forest.token.shape, generator=torch.Generator().manual_seed(seed)))
+        add_counts(forest, path, length, sums, counts)
+        offset, token, paths = forest.node_offset.tolist(), forest.token.tolist(), path.tolist()
+        for r, n in enumerate(length.tolist()):
+            for node in paths[r][:n]:
+                if (found := token[offset[r] + node]) >= 0:
+                    want[found] += 1
+        assert counts.tolist() == want, f"seed {seed}"
+    with pytest.raises(ValueError, match="token_counts must be float32"):
+        add_counts(forest, path, length, sums, counts.long())
+
+
 def test_counts_refuse_wrong_arguments(device):
     forest, _, path, length = random_round(0, 2, 5, 3, device)
     sums = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bole_vllm.kernels.commit import block_targets, naive
+from bole_vllm.kernels.commit import block_targets, in_place_targets, naive
 
 BLOCK_SIZE = 16
 
@@ -31,7 +31,21 @@ def test_every_place_of_a_path(dtype, device):
     assert any(second for _, second in want_len), "a block's end was crossed"
 
 
+@pytest.mark.parametrize("requests", [1, 32, 41])
+def test_one_state_a_request(requests, device):
+    """The state that was read, after the whole path; nothing to the second destination."""
+    gen = torch.Generator().manual_seed(requests)
+    slots = torch.randint(0, 999, (3, requests), generator=gen, dtype=torch.int32)
+    paths = torch.randint(0, 9, (requests,), generator=gen, dtype=torch.int32)
+    dst_slot, dst_len = in_place_targets(slots.to(device), paths.to(device))
+    assert dst_slot.tolist() == [[[slot, 0] for slot in group] for group in slots.tolist()]
+    assert dst_len.tolist() == [[n, 0] for n in paths.tolist()]
+    with pytest.raises(ValueError, match="src_slot and path_len must be contiguous int32"):
+        in_place_targets(slots.to(device).long(), paths.to(device))
+
+
 def test_no_request(device):
+    assert in_place_targets(*(torch.zeros(*shape, 0, dtype=torch.int32, device=device) for shape in ((3,), ())))[0].shape == (3, 0, 2)
     tables, lengths, paths, slots = every_case(device)
     dst_slot, dst_len = block_targets(
         tables, lengths[:0], paths[:0], BLOCK_SIZE, slots[:0], torch.zeros(1, dtype=torch.int32, device=device)

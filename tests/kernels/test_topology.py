@@ -224,6 +224,12 @@ def test_positions_match_naive(seed, gap, dtype, device):
     tree_positions(forest, num_computed.to(device), positions)
     assert torch.equal(positions.cpu(), expected), f"seed={seed}"
     assert int((expected == POISON).sum()) == num_rows - sum(sizes)
+    # of the input ids, pads on tree rows alone become ones that can be embedded
+    ids = torch.randint(-1, 3, (num_rows,), generator=generator).to(dtype)
+    wanted = torch.where(expected == POISON, ids, ids.clamp(min=0))
+    ids = ids.to(device)
+    tree_positions(forest, num_computed.to(device), positions, ids)
+    assert torch.equal(positions.cpu(), expected) and torch.equal(ids.cpu(), wanted), f"seed={seed}"
 
 
 def test_position_of_every_node_is_its_path_length(device):

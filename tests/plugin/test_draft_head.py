@@ -32,7 +32,7 @@ def test_follows_what_was_served(matrix):
     assert head.token_ids.tolist() == [0, 1, 2, 3]
     head.count_prompt([30, 30, 30, 41])
     head.count_prompt(None)
-    head.count(torch.tensor([9, 9, 44, -1]), torch.tensor([True, True, False, False]))
+    head.count_prompt([9, 9])
     for _ in range(FIRST_REFRESH - 1):
         head.end_round()
         assert head.token_ids.tolist() == [0, 1, 2, 3]
