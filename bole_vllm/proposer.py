@@ -14,23 +14,21 @@ from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from bole_vllm.attention import TreeRows
 from bole_vllm.config import BoleConfig
 from bole_vllm.draft_head import DraftHead, build_draft_head
-from bole_vllm.kernels.draft import Candidates, Tree, TreeShape, extend, select, start_from, top_children
+from bole_vllm.kernels.draft import Candidates, Tree, TreeShape, extend, place_rows, select, slots_by_depth, start_from, top_children
 from bole_vllm.kernels.walk import chain_order
-
-PAD_SLOT = -1
 
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Positions, slots and attention of a round's draft rows, `beam` a request and depth; without slots in runs without attention."""
+    """Positions, slots and attention of a round's draft rows, `beam` a request and depth; see kernels.draft.place_rows."""
 
     beam: int
     starts: torch.Tensor  # [R] int32 a request's first row
     positions: torch.Tensor  # [depths, R * w] int64 RoPE positions
-    slots: torch.Tensor | None  # [depths, groups, R * w] KV slots
-    lengths: torch.Tensor | None  # [R] where the scratch KV begins
-    num_rows: torch.Tensor | None  # [R] int32 w, or 0 where a row of the batch stands for no request
-    room: torch.Tensor | None  # [R, 1, words] int32 bits of scratch positions that exist
+    slots: torch.Tensor | None  # [depths, groups, R * w] KV slots; None: a run without attention
+    lengths: torch.Tensor  # [R] where the scratch KV begins
+    num_rows: torch.Tensor  # [R] int32 w, or 0 where a row of the batch stands for no request
+    room: torch.Tensor  # [R] int32 scratch positions that exist
     num_slots: int  # scratch positions of a request (E)
 
     def rows(self, frontier_mask: torch.Tensor) -> TreeRows:
@@ -39,7 +37,7 @@ class RowPlaces:
             token_start=self.starts,
             num_rows=self.num_rows,
             prefix_len=self.lengths,
-            row_mask=(frontier_mask & self.room).flatten(0, 1),
+            row_mask=frontier_mask.flatten(0, 1),
             mask_start=self.starts,
             num_slots=self.num_slots,
             max_rows=self.beam,
@@ -75,6 +73,8 @@ class TreeSpeculator(MTPSpeculator):
         self.num_sampled = torch.zeros(rows, dtype=torch.int32, device=device)
         # (requests, rows of each) -> attention metadata of the frontier rows, but for the tree
         self._row_metadata: dict[tuple[int, int], dict[str, Any]] = {}
+        # (requests, rows of each, rows of each in all depths) -> where they start
+        self._starts: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def load_model(self, target_model) -> None:
         super().load_model(target_model)
@@ -194,47 +194,46 @@ class TreeSpeculator(MTPSpeculator):
 
     def _grow(self, shape: TreeShape, num_reqs: int, skip_attn: bool) -> Tree:
         """Run the depths from what the draft prefill left. Device work only, but for the metadata's first use."""
-        candidates = start_from(self.root_token[:num_reqs], self.root_logprob[:num_reqs], shape)
+        root = self.root_token[:num_reqs], self.root_logprob[:num_reqs]
         if shape.max_depth == 1:
-            return select(candidates, shape)
-        places = self._place_rows(shape, num_reqs, skip_attn)
-        rows = self.hidden_states[: num_reqs * shape.beam]
+            return select(start_from(*root, shape), shape)
+        places, num_rows = self._place_rows(shape, num_reqs, skip_attn), num_reqs * shape.beam
+        # the frontier's tokens are the next depth's input
+        rows, ids = self.hidden_states[:num_rows], self.input_buffers.input_ids[:num_rows]
+        candidates = start_from(*root, shape, places.room, ids)
         # the root's output feeds every first-level row
         rows.copy_(self.hidden_states[:num_reqs].repeat_interleave(shape.beam, dim=0))
         for depth in range(2, shape.max_depth + 1):
             logits, outputs = self._expand(candidates, places, depth)
-            candidates, source_row = extend(candidates, logits, depth, shape, self._draft_ids)
+            candidates, source_row = extend(candidates, logits, depth, shape, self._draft_ids, places.room, ids)
             if depth < shape.max_depth:
                 torch.index_select(outputs, 0, source_row.flatten(), out=rows)
         return select(candidates, shape)
 
     def _place_rows(self, shape: TreeShape, num_reqs: int, skip_attn: bool) -> RowPlaces:
         """Where the rows of all depths lie; depends on the lengths alone."""
-        requests, lengths, device = self.idx_mapping[:num_reqs], self.lengths[:num_reqs], self.lengths.device
-        beam, depths, expanded, last = shape.beam, shape.max_depth - 1, shape.num_expanded, self.max_model_len
-        starts = torch.arange(0, num_reqs * beam, beam, dtype=torch.int32, device=device)
-        # [depths, R, w] RoPE: the MTP layer's row for the token at L + d sits at L + d - 1
-        rope = (lengths.long() + torch.arange(depths, device=device)[:, None]).clamp_(max=last - 1)
-        positions = rope[:, :, None].expand(-1, -1, beam).reshape(depths, -1)
-        if skip_attn:
-            return RowPlaces(beam, starts, positions, None, None, None, None, expanded)
-        first = torch.arange(0, num_reqs * expanded + 1, expanded, dtype=torch.int32, device=device)
-        # [R, E] scratch positions of the rows' KV: L + e. Rows past the model's length have no slot, and nobody may look at one.
-        cache_pos = lengths.long()[:, None] + torch.arange(expanded, device=device)
-        outside = cache_pos >= last
-        slots = self.block_tables.compute_slot_mappings(requests, first, cache_pos.masked_fill_(outside, 0).flatten(), num_reqs * expanded)
-        slots = slots.view(-1, num_reqs, expanded).masked_fill(outside, PAD_SLOT)
-        # [depths, groups, R * w]
-        slots = slots.view(-1, num_reqs, depths, beam).permute(2, 0, 1, 3).reshape(depths, slots.shape[0], -1)
-        num_rows = (requests >= 0).to(torch.int32) * beam
-        return RowPlaces(beam, starts, positions, slots, lengths, num_rows, self._room(lengths, shape), expanded)
+        requests, lengths = self.idx_mapping[:num_reqs], self.lengths[:num_reqs]
+        positions, cache_pos, num_rows, room = place_rows(lengths, requests, shape, self.max_model_len)
+        starts, first = self._row_starts(num_reqs, shape)
+        slots = None
+        if not skip_attn:
+            slots = self.block_tables.compute_slot_mappings(requests, first, cache_pos.flatten(), cache_pos.numel())
+            slots = slots_by_depth(slots, room, shape)
+        return RowPlaces(shape.beam, starts, positions, slots, lengths, num_rows, room, shape.num_expanded)
+
+    def _row_starts(self, num_reqs: int, shape: TreeShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """First row of every request in a depth [R] and in the whole tree [R + 1], int32. Made once, by the warm-up before a capture."""
+        key = (num_reqs, shape.beam, shape.num_expanded)
+        if key not in self._starts:
+            every = torch.arange(num_reqs + 1, dtype=torch.int32, device=self.device)
+            self._starts[key] = every[:num_reqs] * shape.beam, every * shape.num_expanded
+        return self._starts[key]
 
     def _expand(self, candidates: Candidates, places: RowPlaces, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft forward over the frontier of depth - 1, whose parents' outputs are in `hidden_states`: ([R, w, vocab] logits,
-        [R * w, hidden] outputs)."""
+        """One draft forward over the frontier of depth - 1, whose tokens are in `input_ids` and whose parents' outputs in `hidden_states`:
+        ([R, w, vocab] logits, [R * w, hidden] outputs)."""
         num_reqs, beam = candidates.frontier.shape
         num_rows, buffers = num_reqs * beam, self.input_buffers
-        buffers.input_ids[:num_rows] = candidates.frontier_token.flatten()
         buffers.positions[:num_rows] = places.positions[depth - 2]
         metadata = slots_by_layer = None
         if places.slots is not None:
@@ -263,13 +262,6 @@ class TreeSpeculator(MTPSpeculator):
                 step=0,
             )
         return self._row_metadata[key]
-
-    def _room(self, lengths: torch.Tensor, shape: TreeShape) -> torch.Tensor:
-        """[R, 1, words] bits of the scratch positions inside the model's length."""
-        room = (self.max_model_len - lengths).clamp(0, shape.num_expanded)
-        expanded = torch.arange(shape.num_words * 32, device=lengths.device)
-        bits = (expanded < room[:, None]).view(-1, shape.num_words, 32).long() << torch.arange(32, device=lengths.device)
-        return bits.sum(dim=-1).to(torch.int32)[:, None, :]
 
     def _store(self, tree: Tree, num_reqs: int) -> None:
         """Keep the trees for the next step, and the tokens as the scheduler counts them. Rows without a request go to the store's spare."""

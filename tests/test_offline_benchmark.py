@@ -380,7 +380,11 @@ def test_texts_are_compared_with_plain_of_the_same_point():
     assert "equality" not in rows[0] and "equality" not in rows[2], "another shape's plain decoding is no reference"
     assert rows[1]["equality"]["beyond"] == 1
     assert gates_failed(rows, []) == ["9b tree-8-d4 code B=1: 1 prompts part from plain decoding beyond a tie"]
-    assert equality_table(rows).loc[("9b", "tree-8-d4"), "beyond"] == 1
+    assert equality_table(rows).loc[("9b", 0.0, "tree-8-d4"), "beyond"] == 1
+    plain.samples, plain.texts = [{**sample(1.0), "temperature": 0.8}], {"code/1/0.8": [[1, 2]]}
+    for arm in ("chain-3", "tree-8-d4"):
+        seeded = Record("x", "9b", arm, samples=plain.samples, texts={"code/1/0.8": [[1, 3]]})
+        assert ("equality" in point_rows([plain, seeded])[1]) == (arm != "chain-3"), "a chain's samples are others"
 
 
 def test_what_is_missing_is_said():

@@ -30,7 +30,7 @@ __all__ = ["Options", "add_arguments", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 1 if an arm was served by the wrong path or a tree changed a greedy token beyond a tie."""
+    """Exit status: 1 if an arm was served by the wrong path or a tree changed a token beyond a tie."""
     from benchmarks.offline.runner import run_benchmark
 
     return run_benchmark(Options.from_args(args))

@@ -30,7 +30,7 @@ SEED = 0
 
 
 def run_benchmark(options: Options) -> int:
-    """Exit status 1 if an arm was served by the wrong path or a tree changed a greedy token beyond a tie."""
+    """Exit status 1 if an arm was served by the wrong path or a tree changed a token beyond a tie."""
     started = time.monotonic()
     env = environment(options.command, options.device)
     folder = options.out or (RESULTS / device_slug(options.device) if options.timed else None)
@@ -153,7 +153,7 @@ def _arm(record: Record) -> Row:
 
 
 def gates_failed(rows: list[Row], records: list[Record]) -> list[str]:
-    """Arms of the wrong path, and tree points whose greedy tokens part from plain decoding's by more than a tie."""
+    """Arms of the wrong path, and tree points whose tokens part from plain decoding's by more than a tie."""
     found = [f"{one.shape} {one.arm}: {text}" for one in records for text in one.engine.get("wrong_path", ())]
     for row in rows:
         place = f"{row['shape']} {row['arm']} {row['workload']} B={row['B']}"

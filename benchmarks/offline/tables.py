@@ -45,12 +45,13 @@ def chosen_table(rows: list[Row]) -> pd.DataFrame:
 
 
 def equality_table(rows: list[Row]) -> pd.DataFrame:
-    """Texts by arm and shape: equal to plain decoding's, parted at a tie, beyond one, or with no scores to judge by."""
-    counts = [{"shape": row["shape"], "arm": row["arm"], **row["equality"]} for row in rows if "equality" in row]
+    """Texts by arm, shape and temperature: equal to plain decoding's, parted at a tie, beyond one, or with no scores to judge by."""
+    names = ("shape", "temperature", "arm")
+    counts = [{**{name: row[name] for name in names}, **row["equality"]} for row in rows if "equality" in row]
     if not counts:
         return pd.DataFrame()
     frame = pd.DataFrame(counts).drop(columns="partings")
-    return frame.groupby(["shape", "arm"], sort=False).sum()
+    return frame.groupby(list(names), sort=False).sum()
 
 
 def repetition_table(rows: list[Row]) -> pd.DataFrame:
@@ -96,7 +97,7 @@ def render(result: dict[str, Any], marks: list[Mark]) -> str:
         ("tree setting per batch size, one for all workloads", chosen_table(rows) if timed else pd.DataFrame()),
         ("parts of a round, ms (prepare: host work and inputs; other: between)", part_table(parts)),
         ("memory", memory_table(memory)),
-        ("greedy prompts against plain decoding", equality_table(rows)),
+        ("texts against plain decoding's, under the same seed", equality_table(rows)),
         ("repetition", repetition_table(rows)),
         ("tree points below 1.0x of a baseline", pd.DataFrame(slower)),
         ("marks", mark_table(marks)),

@@ -1,7 +1,7 @@
 """Growing a proposal tree depth by depth: a candidate table, a beam of frontier rows, and the final selection.
 
-A depth is two launches for the children (`top_children`) and one for the rest (`next_depth`), the selection is one (`best_nodes`); no host
-sync, static shapes: the whole of it can be captured in a CUDA graph.
+A depth is two launches for the children (`top_children`) and one for the rest (`first_depth`, `next_depth`), the selection is one
+(`best_nodes`); no host sync, static shapes: the whole of it can be captured in a CUDA graph.
 
 Candidate indices are static. Depth 1 holds the root's k children at 0..k-1; depth d >= 2 holds the k children of each of the w
 frontier rows of depth d-1, child j of row b at k + (d-2)*w*k + b*k + j. Frontier row 0 is always the spine (the top-1 child of the
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import best_nodes, next_depth
+from . import best_nodes, first_depth, next_depth
 from .top_children import top_children
 
 WORD_BITS = 32
@@ -94,7 +94,7 @@ class Candidates:
     logprob: torch.Tensor
     # [R, w] int64 candidate index of the current frontier rows; row 0 is the spine
     frontier: torch.Tensor
-    # [R, w] int64 token id of the frontier rows
+    # [R, w] integer token id of the frontier rows
     frontier_token: torch.Tensor
     # [R, w, num_words] int32 bit e % 32 of word e // 32 set: the frontier row may attend to expanded row e (its ancestors and
     # itself); the row of depth d (1-based) and beam b has e = (d-1)*w + b
@@ -120,32 +120,30 @@ def start(logits: torch.Tensor, shape: TreeShape, token_ids: torch.Tensor | None
     return start_from(*top_children(logits, shape.topk, token_ids), shape)
 
 
-def start_from(token: torch.Tensor, logprob: torch.Tensor, shape: TreeShape) -> Candidates:
-    """The table after depth 1: the root's children [R, k], best first; the frontier is the w best of them."""
-    num_requests, device = token.shape[0], token.device
-    table, row = (num_requests, shape.num_candidates), torch.arange(shape.beam, device=device)
-    candidates = Candidates(
-        token=torch.full(table, -1, dtype=torch.int64, device=device),
-        parent=torch.full(table, -1, dtype=torch.int64, device=device),
-        logprob=torch.full(table, float("-inf"), dtype=torch.float32, device=device),
-        frontier=row.expand(num_requests, -1).contiguous(),
-        frontier_token=token[:, : shape.beam].contiguous(),
-        frontier_mask=torch.zeros(num_requests, shape.beam, shape.num_words, dtype=torch.int32, device=device),
-    )
-    candidates.token[:, : shape.topk] = token
-    candidates.logprob[:, : shape.topk] = logprob
-    if shape.num_expanded:
-        candidates.frontier_mask[:, :, 0] = torch.bitwise_left_shift(torch.ones_like(row), row)  # its own bit
-    return candidates
+def start_from(
+    token: torch.Tensor, logprob: torch.Tensor, shape: TreeShape, room: torch.Tensor | None = None, token_out: torch.Tensor | None = None
+) -> Candidates:
+    """The table after depth 1: the root's children [R, k], best first; the frontier is the w best of them.
+
+    room       [R] int32: expanded rows of each request that exist; those from there on are in no mask. None: all do.
+    token_out  [R * w] integers that the frontier's token ids are written to, in place. None: a new tensor of int64.
+    """
+    return Candidates(*first_depth.launch(token, logprob, shape, room, token_out))
 
 
 def extend(
-    candidates: Candidates, logits: torch.Tensor, depth: int, shape: TreeShape, token_ids: torch.Tensor | None = None
+    candidates: Candidates,
+    logits: torch.Tensor,
+    depth: int,
+    shape: TreeShape,
+    token_ids: torch.Tensor | None = None,
+    room: torch.Tensor | None = None,
+    token_out: torch.Tensor | None = None,
 ) -> tuple[Candidates, torch.Tensor]:
     """Add depth `depth` (2..D): the k children of every frontier row, and move the frontier to it.
 
     logits     [R, w, V]: the draft distribution after every frontier row
-    token_ids  as `start`
+    token_ids  as `start`; room, token_out as `start_from`
 
     New frontier: row 0 is the top-1 child of row 0 (the spine), the others are the best w-1 other children of this depth by
     cumulative log-probability (ties: the lower candidate index).
@@ -159,7 +157,7 @@ def extend(
     if logits.dim() != 3 or logits.shape[1] != shape.beam:
         raise ValueError(f"logits must be [R, {shape.beam}, V], got {tuple(logits.shape)}")
     child, step = top_children(logits, shape.topk, token_ids)
-    return candidates, next_depth.launch(candidates, child, step, depth, shape)
+    return candidates, next_depth.launch(candidates, child, step, depth, shape, room, token_out)
 
 
 def select(candidates: Candidates, shape: TreeShape) -> Tree:

@@ -21,17 +21,19 @@ def extend_kernel(
     p_logprob,
     p_frontier,
     p_mask,
+    p_room,
     p_next_frontier,
     p_next_token,
     p_next_mask,
     p_source,
     first,
     first_row,
-    num_expanded,
     M: tl.constexpr,
     W: tl.constexpr,
     K: tl.constexpr,
     WORDS: tl.constexpr,
+    EXPANDED: tl.constexpr,
+    HAS_ROOM: tl.constexpr,
     CP: tl.constexpr,
     WORDS_P: tl.constexpr,
 ):
@@ -58,6 +60,9 @@ def extend_kernel(
     # child 0 is the spine's, kept whatever its score
     b_entry = tl.where(m_c & (o_c > 0), entry_of(b_logprob, o_c), NOTHING)
     o_w = tl.arange(0, WORDS_P)
+    room = EXPANDED
+    if HAS_ROOM:
+        room = tl.load(p_room + i_r)
     for i_b in range(W):
         child = tl.full([], 0, tl.int64)
         if i_b > 0:
@@ -70,16 +75,18 @@ def extend_kernel(
         tl.store(p_source + i_r * W + i_b, i_r * W + row)
         own_row = first_row + i_b
         bit = tl.full([], 1, tl.int32) << (own_row % 32)
-        b_own = tl.where((o_w == own_row // 32) & (own_row < num_expanded), bit, 0)
+        b_own = tl.where((o_w == own_row // 32) & (own_row < room), bit, 0)
         b_seen = tl.load(p_mask + row * WORDS + o_w, mask=o_w < WORDS, other=0)
         tl.store(p_next_mask + i_b * WORDS + o_w, b_seen | b_own, mask=o_w < WORDS)
 
 
-def launch(candidates, child: torch.Tensor, step: torch.Tensor, depth: int, shape) -> torch.Tensor:
+def launch(
+    candidates, child: torch.Tensor, step: torch.Tensor, depth: int, shape, room: torch.Tensor | None, token_out: torch.Tensor | None
+) -> torch.Tensor:
     """`grow.extend` from the children [R, w, k] and their log-probabilities; updates `candidates` in place and returns source_row."""
     num_requests, device = child.shape[0], child.device
     frontier = torch.empty(num_requests, shape.beam, dtype=torch.int64, device=device)
-    token, source = torch.empty_like(frontier), torch.empty_like(frontier)
+    token, source = (torch.empty_like(frontier) if token_out is None else token_out.view_as(frontier)), torch.empty_like(frontier)
     mask = torch.empty_like(candidates.frontier_mask)
     if num_requests:
         extend_kernel[(num_requests,)](
@@ -90,17 +97,19 @@ def launch(candidates, child: torch.Tensor, step: torch.Tensor, depth: int, shap
             candidates.logprob,
             candidates.frontier,
             candidates.frontier_mask,
+            frontier if room is None else room,
             frontier,
             token,
             mask,
             source,
             shape.first_candidate(depth),
             (depth - 1) * shape.beam,
-            shape.num_expanded,
             M=shape.num_candidates,
             W=shape.beam,
             K=shape.topk,
             WORDS=shape.num_words,
+            EXPANDED=shape.num_expanded,
+            HAS_ROOM=room is not None,
             CP=triton.next_power_of_2(shape.beam * shape.topk),
             WORDS_P=triton.next_power_of_2(shape.num_words),
             num_warps=1,

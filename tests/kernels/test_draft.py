@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bole_vllm.kernels.draft import TreeShape, extend, naive, select, start
+from bole_vllm.kernels.draft import TreeShape, extend, naive, select, start, start_from, top_children
 
 NUM_NODES = [2, 3, 8, 9, 16, 32, 64]
 
@@ -98,6 +98,32 @@ def test_tree_with_fewer_candidates_than_nodes(device):
     tree = grow(root, steps, shape)
     assert tree.num_nodes == 7
     assert_sound(tree, shape, "seed 2")
+
+
+@pytest.mark.parametrize("num_nodes,topk,depth", [(16, 4, 6), (64, 8, 10), (8, 3, 4)])
+def test_rows_without_room_are_in_no_mask(device, num_nodes, topk, depth):
+    """The same table and frontier; of the masks only the bits below each request's room; tokens where they were asked for. Seed 5."""
+    shape = TreeShape.plan(num_nodes, topk, depth)
+    root, steps = random_logits(shape, 4, 13, 5, device)
+    room = torch.tensor([0, 1, shape.num_expanded // 2, shape.num_expanded], dtype=torch.int32, device=device)
+    below = [[e < n for e in range(32 * shape.num_words)] for n in room.tolist()]
+    ids = torch.full((4 * shape.beam,), 99, dtype=torch.int32, device=device)
+    plain, limited = start(root, shape), start_from(*top_children(root, topk), shape, room, ids)
+    for logits, level in zip([None, *steps], range(1, depth + 1), strict=True):
+        if logits is not None:
+            (plain, source), (limited, other) = extend(plain, logits, level, shape), extend(limited, logits, level, shape, None, room, ids)
+            assert torch.equal(source, other)
+        for name in ("token", "parent", "logprob", "frontier"):
+            a, b = getattr(plain, name), getattr(limited, name)
+            known = shape.first_candidate(level + 1)
+            assert torch.equal(a[:, :known], b[:, :known]), name
+        assert ids.tolist() == plain.frontier_token.flatten().tolist()
+        all_bits, bits = (
+            [[[(word >> i) & 1 for word in row for i in range(32)] for row in request] for request in c.frontier_mask.tolist()]
+            for c in (plain, limited)
+        )
+        assert bits == [[[b & int(m) for b, m in zip(row, mask)] for row in request] for request, mask in zip(all_bits, below)], level
+        assert level == depth or any(any(row) for row in all_bits[0])
 
 
 def test_spine_is_kept_whatever_its_score(device):
