@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gzip
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +21,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `benchmarks` is 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is imported
 
+from benchmarks.models.shapes import SHAPES
 from benchmarks.offline import arm as arm_process
-from benchmarks.offline import arms, launch, memory, path, texts, timeline, trace
+from benchmarks.offline import arms, launch, memory, path, texts, timeline, trace, warm
 from benchmarks.offline.arms import Arm, engine_arguments, engine_name, engines
 from benchmarks.offline.choose import best_of, chosen_ratios, slower_points, tree_settings, with_ratios
 from benchmarks.offline.engine import refusal, set_drafts
 from benchmarks.offline.job import Job, Record
 from benchmarks.offline.launch import run_arms, share_of
 from benchmarks.offline.marks import grid, offline_marks
-from benchmarks.offline.options import DEMO_MODEL, WORKLOADS, Options, add_arguments
+from benchmarks.offline.options import CHECKPOINT, DEMO_MODEL, WORKLOADS, Options, add_arguments
 from benchmarks.offline.parts import Round, Span, medians, parts_of, start_parts, stop_parts
 from benchmarks.offline.plots import draw
 from benchmarks.offline.prompts import groups, read_workload
@@ -120,7 +123,7 @@ def test_arms_that_differ_in_the_number_of_drafts_share_an_engine():
         ["tree-8-d4", "tree-16-d6", "tree-9-d2"], ["tree-8-d5", "tree-16-d7"]
     ], "one depth for a number of nodes"  # fmt: skip
     names = [engine_name(group) for group in engines([Arm.parse(name) for name in arms.DEFAULT])]
-    assert names == ["plain", "chain-2+3+5+7", "tree-8-d4+16-d6+32-d8+64-d10-v32768", "tree-32-d8", "serial-8-d4+16-d6-v32768"]
+    assert names == ["plain", "chain-2+3+5+7", "tree-8-d4+16-d6+24-d8+32-d8-v32768", "tree-32-d8", "serial-8-d4+16-d6-v32768"]
     assert len(engines([Arm.parse(name) for name in arms.QUICK])) == 4 and len(grouped(*arms.TINY)) == 3
 
 
@@ -859,6 +862,38 @@ def test_command_passes_through_without_a_gpu(tmp_path):
     assert again.returncode == 0, again.stdout + again.stderr
     assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "records").glob("*.log")} == logs, "an engine was started again"
     assert json.loads((tmp_path / "out" / "tiny-offline.json").read_text())["rows"] == data["rows"]
+
+
+def test_what_is_compiled_ahead():
+    """An order an engine, more of a shape's first one; narrow models of the same heads, and every number of drafts."""
+    options = dataclasses.replace(Options(), shapes=("9b", "small"), arms=("plain", "chain-3", "tree-8-d4", "tree-16-d6"), batches=(1, 4))
+    options = dataclasses.replace(options, models=dict.fromkeys(options.shapes, CHECKPOINT), workload_folder=CHECKPOINT / "workloads")
+    with tempfile.TemporaryDirectory() as work:
+        orders = warm.make_orders(options, Path(work))
+        config = json.loads((Path(orders[0]["engine"]["model"]) / "config.json").read_text())
+    shares = [*range(warm.SHARES), warm.NO_SHARE, warm.NO_SHARE]
+    assert [(order["name"], order["share"]) for order in orders] == [
+        (f"{shape} {arm}", share)
+        for shape in ("9b", "small")
+        for arm, share in zip([*["plain"] * warm.SHARES, "chain-3", "tree-8-d4"], shares, strict=True)
+    ]
+    assert (config["hidden_size"], config["num_hidden_layers"], len(config["layer_types"])) == (warm.WIDTH, 4, 4)
+    heads = ("linear_num_value_heads", "linear_num_key_heads", "num_attention_heads", "head_dim", "vocab_size")
+    assert all(config[name] == SHAPES["9b"][name] for name in heads)
+    tree = orders[warm.SHARES + 1]
+    assert tree["drafts"] == [7, 15] and tree["batches"] == [1, 4] and tree["temperatures"] == [0.0, 0.8]
+    assert tree["engine"]["enforce_eager"] and tree["engine"]["load_format"] == "dummy" and "additional_config" in tree["engine"]
+    assert orders[-1]["engine"]["model"] == str(CHECKPOINT), "the small model as it is"
+
+
+def test_processes_that_compile_ahead_pass_through_without_a_gpu():
+    """An engine starts and serves with every number of drafts; there is nothing to compile."""
+    pytest.importorskip("vllm")
+    words = [sys.executable, "-m", "benchmarks.offline.warm", "--tiny", "--arms", "tree-5-d3,tree-3-d2", "--batches", "1"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["processes"], found["failed"]) == (1, [])
 
 
 def test_large_shapes_are_checked_before_any_engine_starts(tmp_path):

@@ -69,7 +69,7 @@ def run_arms(jobs: list[Job], folder: Path, budget_s: float | None, on_gpu: bool
     engines = [list(group) for _, group in groupby(tasks, key=lambda task: (task.job.shape, task.job.engine))]
     waiting = [[task for task in engine if task.record.status not in DONE] for engine in engines]
     found: list[Record] = []
-    with Processes(_environment(on_gpu)) as processes:
+    with Processes(engine_environment(on_gpu)) as processes:
         for index, engine in enumerate(engines):
             if arms := waiting[index]:
                 starts = [seconds for record in found for seconds in record.start_s]
@@ -169,7 +169,7 @@ class Processes:
         return subprocess.Popen(command, cwd=ROOT, env=self.environment, start_new_session=True, **streams)
 
 
-def _environment(on_gpu: bool) -> dict[str, str]:
+def engine_environment(on_gpu: bool) -> dict[str, str]:
     """The engine in the arm's process; FlashInfer's sampler, which not every machine has, off for all arms. Insecure serialization lets
     functions be called in a worker of another process, if the caller wants one."""
     defaults = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

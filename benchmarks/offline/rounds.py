@@ -155,4 +155,7 @@ def _with_noise(llm: Any, places: list[list[list]], temperature: float, seed: in
     device = torch.device(config.device_config.device)
     position = torch.arange(length - 1, length - 1 + len(places), device=device)
     noise = gumbel_noise(torch.full_like(position, seed), position, config.model_config.get_vocab_size())
-    return [[[token, logit / temperature + float(noise[j, token])] for token, logit in place] for j, place in enumerate(places)]
+    row = torch.tensor([j for j, place in enumerate(places) for _ in place], device=device)
+    column = torch.tensor([token for place in places for token, _ in place], device=device)
+    at_token = iter(noise[row, column].tolist())
+    return [[[token, logit / temperature + next(at_token)] for token, logit in place] for place in places]
