@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import torch
 
 if not torch.cuda.is_available():
@@ -16,6 +17,27 @@ from bole_vllm.kernels.topology.naive import fill_path
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def dots_free_of_shape(monkeypatch) -> None:
+    """Products in the interpreter whose elements have the same bits whatever rows and columns are beside them, as on tensor cores.
+
+    The interpreter asks numpy, whose BLAS sums in another order for another shape (which one does so depends on the processor).
+    """
+    if torch.cuda.is_available():
+        return
+    matmul = np.matmul
+
+    def in_order(a: np.ndarray, b: np.ndarray, **kwargs) -> np.ndarray:
+        if a.ndim != 2 or b.ndim != 2:
+            return matmul(a, b, **kwargs)
+        total = np.zeros((a.shape[0], b.shape[1]), dtype=kwargs.get("dtype", np.result_type(a, b)))
+        for k in range(a.shape[1]):
+            total += a[:, k, None] * b[k]
+        return total
+
+    monkeypatch.setattr(np, "matmul", in_order)
 
 
 def random_parents(num_nodes: int, max_depth: int, generator: torch.Generator) -> list[int]:

@@ -426,7 +426,7 @@ def test_refuses_wrong_arguments(device):
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 4])
-def test_tiles_per_program_change_no_bit(tiles, device, monkeypatch):
+def test_tiles_per_program_change_no_bit(tiles, device, monkeypatch, dots_free_of_shape):
     """A program of the small kernel may take several tiles, reading ahead; what it computes of each is the same."""
     seed = 77
     problem = make_problem(seed, random_trees(seed, (16, 0, 1, 9), 6), device, group=4)
