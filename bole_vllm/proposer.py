@@ -121,8 +121,10 @@ class TreeSpeculator(MTPSpeculator):
         """
         num_reqs = input_batch.num_reqs
         wanted = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
-        if not dummy_run:
-            input_batch, last_hidden_states = self._accepted_rows_first(input_batch, last_hidden_states)
+        if dummy_run:
+            self._note_lengths(input_batch, num_sampled, num_rejected)
+        else:
+            input_batch, last_hidden_states = self._accepted_rows_first(input_batch, last_hidden_states, num_sampled, num_rejected)
         super().propose(
             input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, num_rejected,
             last_sampled, next_prefill_tokens, temperature, seeds, dp_sync_state, dummy_run, skip_attn_for_dummy_run, mm_inputs,
@@ -132,10 +134,6 @@ class TreeSpeculator(MTPSpeculator):
             if self.model_state is not None:
                 self.model_state.trees.num_nodes[self.idx_mapping[:num_reqs]] = 1
             return self.draft_tokens[:num_reqs].fill_(-1)
-        # rows of a graph that stand for no request have idx_mapping -1 and length 0
-        self.lengths[num_reqs:].zero_()
-        torch.sub(input_batch.seq_lens[:num_reqs], num_rejected, out=self.lengths[:num_reqs])
-        self.num_sampled[:num_reqs].copy_(num_sampled)
         skip_attn = dummy_run and skip_attn_for_dummy_run
         if not skip_attn:
             self._map_block_tables()
@@ -160,15 +158,24 @@ class TreeSpeculator(MTPSpeculator):
 
     # -- draft prefill -------------------------------------------------------------------------------------------
 
-    def _accepted_rows_first(self, input_batch, hidden_states) -> tuple[Any, torch.Tensor]:
-        """The batch as a chain drafter expects it: accepted rows in path order at the front of each request.
+    def _note_lengths(self, input_batch, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
+        """Where trees begin, of a batch without paths. Rows of a graph that stand for no request have idx_mapping -1 and length 0."""
+        num_reqs = input_batch.num_reqs
+        self.lengths[num_reqs:].zero_()
+        torch.sub(input_batch.seq_lens[:num_reqs], num_rejected, out=self.lengths[:num_reqs])
+        self.num_sampled[:num_reqs].copy_(num_sampled)
+
+    def _accepted_rows_first(self, input_batch, hidden_states, num_sampled, num_rejected) -> tuple[Any, torch.Tensor]:
+        """The batch as a chain drafter expects it: accepted rows in path order at the front of each request. Notes the lengths, too.
 
         Positions, slots and lengths are linear already. Rejected rows follow in any order; they are cut off by
         num_rejected. Accepted on the spine, nothing moves.
         """
         state, num_reqs = self.model_state, input_batch.num_reqs
-        start = input_batch.query_start_loc[: num_reqs + 1]
-        rows = chain_order(start, state.path[:num_reqs], state.path_len[:num_reqs], hidden_states.shape[0])
+        rows = chain_order(
+            input_batch.query_start_loc[: num_reqs + 1], state.path[:num_reqs], state.path_len[:num_reqs], hidden_states.shape[0],
+            input_batch.seq_lens[:num_reqs], num_rejected, num_sampled, self.lengths, self.num_sampled,
+        )  # fmt: skip
         ids = input_batch.input_ids
         return replace(input_batch, input_ids=ids[rows[: ids.shape[0]]]), hidden_states[rows]
 

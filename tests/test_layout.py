@@ -161,3 +161,21 @@ def test_installs_beside_another_package_called_kernels(tmp_path):
     check = "import kernels, bole_vllm, bole_vllm.patches; print(kernels.FOREIGN, bole_vllm.__file__)"
     done = subprocess.run([sys.executable, "-S", "-B", "-c", check], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["True", str(site / "bole_vllm" / "__init__.py")], done.stderr
+
+
+BATCH_ARGUMENTS = {"R", "num_requests", "num_rows"}
+
+
+def test_no_kernel_is_compiled_per_batch_size():
+    """Triton compiles a kernel anew where an integer becomes 1 or a multiple of 16; a server's batch size passes through all of them."""
+    found = 0
+    for path in sorted((ROOT / "kernels").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef) or not node.name.endswith("_kernel"):
+                continue
+            names = {arg.arg for arg in node.args.args if arg.annotation is None} & BATCH_ARGUMENTS
+            options = [keyword for call in node.decorator_list if isinstance(call, ast.Call) for keyword in call.keywords]
+            listed = {name for keyword in options if keyword.arg == "do_not_specialize" for name in ast.literal_eval(keyword.value)}
+            assert names <= listed, f"{path.name}: {node.name} is specialized for {sorted(names - listed)}"
+            found += bool(names)
+    assert found > 8

@@ -9,7 +9,7 @@ import triton.language as tl
 BLOCK = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def in_place_targets_kernel(p_src_slot, p_path_len, p_dst_slot, p_dst_len, num_requests, num_groups, BR: tl.constexpr):
     o_r = tl.program_id(0) * BR + tl.arange(0, BR)
     m_r = o_r < num_requests
@@ -38,7 +38,7 @@ def in_place_targets(src_slot: torch.Tensor, path_len: torch.Tensor) -> tuple[to
     return dst_slot, dst_len
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def block_targets_kernel(
     p_table,
     p_num_computed,

@@ -103,7 +103,7 @@ def load_taps(p_weight, o_c, m_c, stride_weight, stride_tap, BH: tl.constexpr, B
     return b_w0, b_w1, b_w2, b_w3
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def tree_inputs_kernel(
     x,  # [num token rows, C]
     a,  # [num token rows, HV]

@@ -10,7 +10,7 @@ PAD_SLOT = -1
 BLOCK = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def place_rows_kernel(
     p_lengths,
     p_request_slot,
@@ -81,7 +81,7 @@ def place_rows(
     return positions, cache_pos, num_rows, room
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def slots_by_depth_kernel(
     p_slots, p_room, p_out, num_requests, num_groups, stride_slots, W: tl.constexpr, EXPANDED: tl.constexpr, BE: tl.constexpr
 ):

@@ -25,7 +25,7 @@ def path_products(p_q, p_k, o_row, o_n, i_hk, HK: tl.constexpr, DK: tl.constexpr
     return activation_dot(b_left, tl.permute(b_k, (0, 2, 1)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def path_rows_kernel(
     p_q,
     p_k,

@@ -47,7 +47,7 @@ class KVTable:
         return cls(address, torch.tensor(groups, dtype=torch.int32, device=first.device), tuple(kv_caches))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def move_kv_kernel(
     p_address,
     p_group,

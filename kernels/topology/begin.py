@@ -9,7 +9,7 @@ import triton.language as tl
 BLOCK = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_rows"])
 def begin_round_kernel(
     p_request_slot,
     p_is_tree,

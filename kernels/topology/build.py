@@ -21,7 +21,7 @@ def parent_of(p_parent, b_node, b_stored):
     return tl.where(b_up < b_node, b_up, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def build_forest_kernel(
     slot_parent,  # [S, T]
     slot_token,  # [S, T]
@@ -169,7 +169,7 @@ def build_forest(
         return
     W = forest.ancestors.shape[1]
     # one request a program on a GPU; few programs under the interpreter, where each operation costs a Python call
-    BQ = 1 if slot_parent.is_cuda else min(16, request_block(forest))
+    BQ = 1 if slot_parent.is_cuda else min(16, triton.next_power_of_2(num_requests))
     build_forest_kernel[(triton.cdiv(num_requests, BQ),)](
         slot_parent,
         slot_token,
@@ -221,7 +221,7 @@ def _check_build_args(forest, slot_parent, slot_token, slot_logprob, slot_of_req
         raise ValueError(f"is_tree must be bool, got {is_tree.dtype}")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def tree_positions_kernel(
     num_computed,  # [R]
     node_offset,  # [R + 1]

@@ -31,5 +31,5 @@ def node_bound(forest: Forest) -> int:
 
 
 def request_block(forest: Forest) -> int:
-    """Power of two that holds all requests of this batch."""
-    return triton.next_power_of_2(max(1, forest.max_requests))
+    """Power of two that holds all requests of this batch; one for all small batches, since every one is compiled."""
+    return triton.next_power_of_2(max(32, forest.max_requests))

@@ -15,7 +15,7 @@ BLOCK = 32
 total = device_function(tl.sum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def add_counts_kernel(
     p_node_offset,
     p_token,

@@ -13,7 +13,7 @@ from ..precision import INTERPRET
 from ..topology import Forest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def walk_tree_kernel(
     p_sampled,
     p_logits_start,

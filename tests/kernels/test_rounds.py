@@ -68,4 +68,12 @@ def test_accepted_rows_come_first(requests, device):
         rows = [size if size else 300 for size in sizes]
         start = torch.tensor([0, *torch.tensor(rows).cumsum(0).tolist()], dtype=torch.int32, device=device)
         total = int(start[-1]) + 5
-        assert chain_order(start, path, length, total).tolist() == naive.chain_order(start, path, length, total), f"seed {seed}"
+        gen = torch.Generator().manual_seed(seed)
+        seq_lens, rejected, emitted = (torch.randint(0, 9, (requests,), generator=gen, dtype=torch.int32).to(device) for _ in range(3))
+        lengths, sampled = (torch.full((requests + beyond,), 99, dtype=torch.int32, device=device) for beyond in (300, 2))
+        found = chain_order(start, path, length, total, seq_lens + 20, rejected, emitted, lengths, sampled)
+        assert found.tolist() == naive.chain_order(start, path, length, total), f"seed {seed}"
+        assert lengths.tolist() == (seq_lens + 20 - rejected).tolist() + [0] * 300, "rows beyond the requests hold nothing"
+        assert sampled.tolist() == [*emitted.tolist(), 99, 99]
+    with pytest.raises(ValueError, match="lengths must be contiguous int32"):
+        chain_order(start, path, length, total, seq_lens, rejected, emitted, lengths.long(), sampled)
