@@ -44,7 +44,7 @@ CONFIGS = {
 MAX_SPLITS = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_splits", "stride_split"])
 def tree_attention_kernel(
     p_q,
     p_kv,
@@ -63,6 +63,7 @@ def tree_attention_kernel(
     scale_log2,
     v_factor,
     num_slots,
+    num_splits,
     stride_q,
     stride_qh,
     stride_block,
@@ -80,15 +81,15 @@ def tree_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     i_tile, i_h, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if NUM_SPLITS > 1:
-        i_split = i_tile % NUM_SPLITS
-        i_tile = i_tile // NUM_SPLITS
+    if SPLIT:
+        i_split = i_tile % num_splits
+        i_tile = i_tile // num_splits
     n_rows = tl.load(p_num_rows + i_r)
     if i_tile * BLOCK_M >= n_rows * GROUP:
         return
@@ -110,9 +111,9 @@ def tree_attention_kernel(
     n_full = n_prefix // BLOCK_N
     # tiles full_from..full_to lie in the prefix, tail_from..tail_to hold its rest and the keys after it
     full_from, full_to, tail_from, tail_to = 0, n_full, n_full, n_tiles
-    if NUM_SPLITS > 1:
+    if SPLIT:
         o_part = i_split * stride_split + o_token * HQ + o_head
-        n_per_split = (n_tiles + NUM_SPLITS - 1) // NUM_SPLITS
+        n_per_split = (n_tiles + num_splits - 1) // num_splits
         full_from = i_split * n_per_split
         # a split that holds no visible key has log-sum-exp -inf; its output is never read
         if full_from >= n_tiles:
@@ -156,7 +157,7 @@ def tree_attention_kernel(
 
     # a lane without a visible key has sum 0: output 0
     b_out = b_acc * (scaled(v_factor, p_v_scale) / tl.where(b_sum == 0.0, 1.0, b_sum))[:, None]
-    if NUM_SPLITS == 1:
+    if not SPLIT:
         p_o = p_out + (o_token * stride_out + o_head * stride_outh)[:, None] + o_d[None, :]
         tl.store(p_o, round_to(b_out, p_out.dtype.element_ty), mask=m_row[:, None])
     else:
@@ -165,7 +166,7 @@ def tree_attention_kernel(
         tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_out, mask=m_row[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_split"])
 def combine_splits_kernel(
     p_part,
     p_lse,
@@ -306,6 +307,7 @@ def tree_attention(
         scale * q_factor * k_factor * LOG2E,
         v_factor,
         num_slots,
+        num_splits,
         q.stride(0),
         q.stride(1),
         *kv_cache.stride(),
@@ -320,7 +322,7 @@ def tree_attention(
         BLOCK_SIZE=block_size,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        NUM_SPLITS=num_splits,
+        SPLIT=num_splits > 1,
         DTYPE=dot_dtype(q),
         PRECISION="ieee",
         INTERPRET=INTERPRET,
