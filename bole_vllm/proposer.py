@@ -206,13 +206,13 @@ class TreeSpeculator(MTPSpeculator):
             return select(start_from(*root, shape), shape)
         places, num_rows = self._place_rows(shape, num_reqs, skip_attn), num_reqs * shape.beam
         # the frontier's tokens are the next depth's input
-        rows, ids = self.hidden_states[:num_rows], self.input_buffers.input_ids[:num_rows]
-        candidates = start_from(*root, shape, places.room, ids)
+        rows = self.hidden_states[:num_rows]
+        candidates = start_from(*root, shape, places.room, self.input_buffers.input_ids[:num_rows])
         # the root's output feeds every first-level row
         rows.copy_(self.hidden_states[:num_reqs].repeat_interleave(shape.beam, dim=0))
         for depth in range(2, shape.max_depth + 1):
             logits, outputs = self._expand(candidates, places, depth)
-            candidates, source_row = extend(candidates, logits, depth, shape, self._draft_ids, places.room, ids)
+            candidates, source_row = extend(candidates, logits, depth, shape, self._draft_ids)
             if depth < shape.max_depth:
                 torch.index_select(outputs, 0, source_row.flatten(), out=rows)
         return select(candidates, shape)

@@ -24,8 +24,6 @@ def first_depth_kernel(
     W: tl.constexpr,
     K: tl.constexpr,
     WORDS: tl.constexpr,
-    EXPANDED: tl.constexpr,
-    HAS_ROOM: tl.constexpr,
     MP: tl.constexpr,
     WP: tl.constexpr,
     WORDS_P: tl.constexpr,
@@ -45,12 +43,9 @@ def first_depth_kernel(
     m_w = o_w < W
     tl.store(p_frontier + i_r * W + o_w, o_w.to(tl.int64), mask=m_w)
     tl.store(p_frontier_token + i_r * W + o_w, tl.load(p_child + o_w, mask=m_w, other=0), mask=m_w)
-    room = EXPANDED
-    if HAS_ROOM:
-        room = tl.load(p_room + i_r)
     o_s = tl.arange(0, WORDS_P)[None, :]
     b_bit = tl.full([WP], 1, tl.int32) << (o_w % 32)
-    b_mask = tl.where((o_s == (o_w // 32)[:, None]) & (o_w < room)[:, None], b_bit[:, None], 0)
+    b_mask = tl.where((o_s == (o_w // 32)[:, None]) & (o_w < tl.load(p_room + i_r))[:, None], b_bit[:, None], 0)
     tl.store(p_mask + (i_r * W + o_w[:, None]) * WORDS + o_s, b_mask, mask=m_w[:, None] & (o_s < WORDS))
 
 
@@ -61,6 +56,8 @@ def launch(token: torch.Tensor, logprob: torch.Tensor, shape, room: torch.Tensor
     def empty(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_requests, *sizes, dtype=dtype, device=device)
 
+    if room is None:
+        room = torch.full((num_requests,), shape.num_expanded, dtype=torch.int32, device=device)
     tables = (empty(shape.num_candidates, dtype=dtype) for dtype in (torch.int64, torch.int64, torch.float32))
     found = (
         *tables,
@@ -72,7 +69,7 @@ def launch(token: torch.Tensor, logprob: torch.Tensor, shape, room: torch.Tensor
         first_depth_kernel[(num_requests,)](
             token,
             logprob,
-            token if room is None else room,
+            room,
             *found,
             token.stride(0),
             logprob.stride(0),
@@ -80,11 +77,9 @@ def launch(token: torch.Tensor, logprob: torch.Tensor, shape, room: torch.Tensor
             W=shape.beam,
             K=shape.topk,
             WORDS=shape.num_words,
-            EXPANDED=shape.num_expanded,
-            HAS_ROOM=room is not None,
             MP=triton.next_power_of_2(shape.num_candidates),
             WP=triton.next_power_of_2(shape.beam),
             WORDS_P=triton.next_power_of_2(shape.num_words),
             num_warps=1,
         )
-    return found
+    return *found, room

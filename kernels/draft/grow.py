@@ -94,11 +94,13 @@ class Candidates:
     logprob: torch.Tensor
     # [R, w] int64 candidate index of the current frontier rows; row 0 is the spine
     frontier: torch.Tensor
-    # [R, w] integer token id of the frontier rows
+    # [R, w] integer token id of the frontier rows; every depth writes to the same memory
     frontier_token: torch.Tensor
     # [R, w, num_words] int32 bit e % 32 of word e // 32 set: the frontier row may attend to expanded row e (its ancestors and
     # itself); the row of depth d (1-based) and beam b has e = (d-1)*w + b
     frontier_mask: torch.Tensor
+    # [R] int32 expanded rows of each request that exist; those from there on are in no mask
+    room: torch.Tensor
 
 
 @dataclass
@@ -125,25 +127,19 @@ def start_from(
 ) -> Candidates:
     """The table after depth 1: the root's children [R, k], best first; the frontier is the w best of them.
 
-    room       [R] int32: expanded rows of each request that exist; those from there on are in no mask. None: all do.
-    token_out  [R * w] integers that the frontier's token ids are written to, in place. None: a new tensor of int64.
+    room       [R] int32: see `Candidates`. None: all expanded rows exist.
+    token_out  [R * w] integers that hold the frontier's token ids from here on. None: a new tensor of int64.
     """
     return Candidates(*first_depth.launch(token, logprob, shape, room, token_out))
 
 
 def extend(
-    candidates: Candidates,
-    logits: torch.Tensor,
-    depth: int,
-    shape: TreeShape,
-    token_ids: torch.Tensor | None = None,
-    room: torch.Tensor | None = None,
-    token_out: torch.Tensor | None = None,
+    candidates: Candidates, logits: torch.Tensor, depth: int, shape: TreeShape, token_ids: torch.Tensor | None = None
 ) -> tuple[Candidates, torch.Tensor]:
     """Add depth `depth` (2..D): the k children of every frontier row, and move the frontier to it.
 
     logits     [R, w, V]: the draft distribution after every frontier row
-    token_ids  as `start`; room, token_out as `start_from`
+    token_ids  as `start`
 
     New frontier: row 0 is the top-1 child of row 0 (the spine), the others are the best w-1 other children of this depth by
     cumulative log-probability (ties: the lower candidate index).
@@ -157,7 +153,7 @@ def extend(
     if logits.dim() != 3 or logits.shape[1] != shape.beam:
         raise ValueError(f"logits must be [R, {shape.beam}, V], got {tuple(logits.shape)}")
     child, step = top_children(logits, shape.topk, token_ids)
-    return candidates, next_depth.launch(candidates, child, step, depth, shape, room, token_out)
+    return candidates, next_depth.launch(candidates, child, step, depth, shape)
 
 
 def select(candidates: Candidates, shape: TreeShape) -> Tree:

@@ -32,8 +32,6 @@ def extend_kernel(
     W: tl.constexpr,
     K: tl.constexpr,
     WORDS: tl.constexpr,
-    EXPANDED: tl.constexpr,
-    HAS_ROOM: tl.constexpr,
     CP: tl.constexpr,
     WORDS_P: tl.constexpr,
 ):
@@ -60,9 +58,7 @@ def extend_kernel(
     # child 0 is the spine's, kept whatever its score
     b_entry = tl.where(m_c & (o_c > 0), entry_of(b_logprob, o_c), NOTHING)
     o_w = tl.arange(0, WORDS_P)
-    room = EXPANDED
-    if HAS_ROOM:
-        room = tl.load(p_room + i_r)
+    room = tl.load(p_room + i_r)
     for i_b in range(W):
         child = tl.full([], 0, tl.int64)
         if i_b > 0:
@@ -80,14 +76,11 @@ def extend_kernel(
         tl.store(p_next_mask + i_b * WORDS + o_w, b_seen | b_own, mask=o_w < WORDS)
 
 
-def launch(
-    candidates, child: torch.Tensor, step: torch.Tensor, depth: int, shape, room: torch.Tensor | None, token_out: torch.Tensor | None
-) -> torch.Tensor:
+def launch(candidates, child: torch.Tensor, step: torch.Tensor, depth: int, shape) -> torch.Tensor:
     """`grow.extend` from the children [R, w, k] and their log-probabilities; updates `candidates` in place and returns source_row."""
     num_requests, device = child.shape[0], child.device
     frontier = torch.empty(num_requests, shape.beam, dtype=torch.int64, device=device)
-    token, source = (torch.empty_like(frontier) if token_out is None else token_out.view_as(frontier)), torch.empty_like(frontier)
-    mask = torch.empty_like(candidates.frontier_mask)
+    source, mask = torch.empty_like(frontier), torch.empty_like(candidates.frontier_mask)
     if num_requests:
         extend_kernel[(num_requests,)](
             child,
@@ -97,9 +90,9 @@ def launch(
             candidates.logprob,
             candidates.frontier,
             candidates.frontier_mask,
-            frontier if room is None else room,
+            candidates.room,
             frontier,
-            token,
+            candidates.frontier_token,
             mask,
             source,
             shape.first_candidate(depth),
@@ -108,11 +101,9 @@ def launch(
             W=shape.beam,
             K=shape.topk,
             WORDS=shape.num_words,
-            EXPANDED=shape.num_expanded,
-            HAS_ROOM=room is not None,
             CP=triton.next_power_of_2(shape.beam * shape.topk),
             WORDS_P=triton.next_power_of_2(shape.num_words),
             num_warps=1,
         )
-    candidates.frontier, candidates.frontier_token, candidates.frontier_mask = frontier, token, mask
+    candidates.frontier, candidates.frontier_mask = frontier, mask
     return source

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 PAD_SLOT = -1
-BLOCK = 64
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -83,14 +82,23 @@ def place_rows(
 
 @triton.jit(do_not_specialize=["num_requests"])
 def slots_by_depth_kernel(
-    p_slots, p_room, p_out, num_requests, num_groups, stride_slots, W: tl.constexpr, EXPANDED: tl.constexpr, BE: tl.constexpr
+    p_slots,
+    p_room,
+    p_out,
+    num_requests,
+    num_groups,
+    stride_slots,
+    PAD: tl.constexpr,
+    W: tl.constexpr,
+    EXPANDED: tl.constexpr,
+    BE: tl.constexpr,
 ):
     # one program a request and cache group
     i_r, i_g = tl.program_id(0), tl.program_id(1)
     o_e = tl.arange(0, BE)
     m_e = o_e < EXPANDED
     b_slot = tl.load(p_slots + i_g.to(tl.int64) * stride_slots + i_r * EXPANDED + o_e, mask=m_e, other=0)
-    b_slot = tl.where(o_e < tl.load(p_room + i_r), b_slot, -1)
+    b_slot = tl.where(o_e < tl.load(p_room + i_r), b_slot, PAD)
     o_d = (o_e // W).to(tl.int64) * num_groups + i_g
     tl.store(p_out + o_d * (num_requests * W) + i_r * W + o_e % W, b_slot, mask=m_e)
 
@@ -112,6 +120,7 @@ def slots_by_depth(slots: torch.Tensor, room: torch.Tensor, shape) -> torch.Tens
             num_requests,
             num_groups,
             slots.stride(0),
+            PAD=PAD_SLOT,
             W=shape.beam,
             EXPANDED=expanded,
             BE=triton.next_power_of_2(expanded),

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .locate import rows_and_nodes
+
 BLOCK = 32
 
 
@@ -32,9 +34,7 @@ def begin_round_kernel(
     o_r = tl.program_id(0) * BR + tl.arange(0, BR)
     m_row = o_r < num_rows
     b_slot = tl.load(p_request_slot + o_r, mask=o_r < num_requests, other=-1).to(tl.int64)
-    b_len = tl.load(p_query_start + o_r + 1, mask=m_row, other=0) - tl.load(p_query_start + o_r, mask=m_row, other=0)
-    m_tree = (tl.load(p_is_tree + o_r, mask=m_row, other=0) != 0) & (b_slot >= 0)
-    b_nodes = tl.where(m_tree, tl.minimum(b_len, T), 0)
+    b_len, b_nodes = rows_and_nodes(p_query_start, p_is_tree, b_slot, o_r, m_row, T)
     tl.store(p_slot + o_r, b_slot, mask=m_row)
     tl.store(p_num_computed + o_r, tl.load(p_seq_lens + o_r, mask=m_row, other=0) - b_len, mask=m_row)
     tl.store(p_num_nodes + o_r, b_nodes, mask=m_row)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .forest import Forest
-from .locate import locate_nodes, node_bound, request_block
+from .locate import locate_nodes, node_bound, request_block, rows_and_nodes
 
 # requests one program can hold when it sums the node counts before its own
 MAX_REQUESTS = 1024
@@ -60,10 +60,8 @@ def build_forest_kernel(
     o_r = tl.arange(0, BR)
     m_r = o_r < R
     # [BR] node counts of all requests: every program sums those before its own
-    b_tree = tl.load(is_tree + o_r, mask=m_r, other=0) != 0
-    b_tree &= tl.load(slot_of_request + o_r, mask=m_r, other=-1) >= 0
-    b_len = tl.load(query_start + o_r + 1, mask=m_r, other=0) - tl.load(query_start + o_r, mask=m_r, other=0)
-    b_len = tl.where(b_tree, tl.minimum(b_len, T), 0)
+    b_of_request = tl.load(slot_of_request + o_r, mask=m_r, other=-1)
+    _, b_len = rows_and_nodes(query_start, is_tree, b_of_request, o_r, m_r, T)
     # never past the arrays: a batch that does not fit is the caller's error, but must not corrupt memory
     b_end = tl.minimum(tl.sum(tl.where(o_r[None, :] <= o_q[:, None], b_len[None, :], 0), axis=1), CAPACITY)
     b_offset = tl.minimum(tl.sum(tl.where(o_r[None, :] < o_q[:, None], b_len[None, :], 0), axis=1), CAPACITY)

@@ -1,4 +1,4 @@
-"""Which request a node of the flat forest belongs to: the search every node-parallel kernel starts with."""
+"""Which rows are nodes, and which request a node of the flat forest belongs to: the search every node-parallel kernel starts with."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ def locate_nodes(p_node_offset, o_n, R, BR: tl.constexpr):
     b_req = tl.where(b_req < R, b_req, 0)
     b_base = tl.load(p_node_offset + b_req)
     return b_req, b_base
+
+
+@triton.jit
+def rows_and_nodes(p_query_start, p_is_tree, b_slot, o_r, m_r, T: tl.constexpr):
+    """Token rows of each request, and how many of them are nodes: none without a tree or a slot (-1), at most T."""
+    b_rows = tl.load(p_query_start + o_r + 1, mask=m_r, other=0) - tl.load(p_query_start + o_r, mask=m_r, other=0)
+    b_tree = (tl.load(p_is_tree + o_r, mask=m_r, other=0) != 0) & (b_slot >= 0)
+    return b_rows, tl.where(b_tree, tl.minimum(b_rows, T), 0)
 
 
 def node_bound(forest: Forest) -> int:

@@ -18,7 +18,7 @@ from e2e_helpers import MODEL, PROMPTS, generate, graph_managers, params, runner
 
 
 def count_replays(llm) -> Counter:
-    """Wrap the three graph managers of the engine's runner."""
+    """Wrap the graph managers of the engine's runner."""
     counts = Counter()
 
     def wrap(name, manager):

@@ -54,10 +54,8 @@ def test_more_rows_than_a_tree_has_nodes(device):
 
 def test_no_rows(device):
     found = outputs(0, device)
-    empty = torch.zeros(0, dtype=torch.int32, device=device)
-    begin_round(
-        empty, torch.zeros(0, dtype=torch.bool, device=device), torch.zeros(1, **{"dtype": torch.int32, "device": device}), empty, 4, *found
-    )
+    empty, start = (torch.zeros(n, dtype=torch.int32, device=device) for n in (0, 1))
+    begin_round(empty, empty.bool(), start, empty, 4, *found)
 
 
 def test_refuses_wrong_arguments(device):

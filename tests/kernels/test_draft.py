@@ -111,7 +111,7 @@ def test_rows_without_room_are_in_no_mask(device, num_nodes, topk, depth):
     plain, limited = start(root, shape), start_from(*top_children(root, topk), shape, room, ids)
     for logits, level in zip([None, *steps], range(1, depth + 1), strict=True):
         if logits is not None:
-            (plain, source), (limited, other) = extend(plain, logits, level, shape), extend(limited, logits, level, shape, None, room, ids)
+            (plain, source), (limited, other) = extend(plain, logits, level, shape), extend(limited, logits, level, shape)
             assert torch.equal(source, other)
         for name in ("token", "parent", "logprob", "frontier"):
             a, b = getattr(plain, name), getattr(limited, name)
