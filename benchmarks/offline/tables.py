@@ -15,6 +15,8 @@ CASE = ["shape", "temperature", "workload", "B"]
 PART_COLUMNS = ["verify_ms", "draft_ms", "sample_ms", "commit_ms", "prepare_ms", "other_ms", "round_ms"]
 ENGINE_COLUMNS = ["async_scheduling", "compilation_mode", "cudagraph_mode", "max_cudagraph_capture_size", "attention_backend"]
 CAPACITY_COLUMNS = ["num_gpu_blocks", "kv_tokens", "max_concurrency", "max_num_seqs"]
+# kernels shown of a trace, and letters of their names
+KERNELS, KERNEL_NAME = 16, 64
 MEMORY_COLUMNS = [*CAPACITY_COLUMNS, "kv_gib", "mtp_gib", "spec_blocks", "x_plain", "x_plain_mtp"]
 
 
@@ -68,6 +70,16 @@ def part_table(parts: list[Row]) -> pd.DataFrame:
     return pd.DataFrame(parts)[["shape", "arm", "B", *PART_COLUMNS]] if parts else pd.DataFrame()
 
 
+def kernel_table(parts: list[Row]) -> pd.DataFrame:
+    """The longest kernels of each trace, microseconds in all of its rounds."""
+    found = [
+        {"shape": row["shape"], "arm": row["arm"], "B": row["B"], **kernel, "kernel": kernel["kernel"][:KERNEL_NAME]}
+        for row in parts
+        for kernel in row.get("kernels", [])[:KERNELS]
+    ]
+    return pd.DataFrame(found)
+
+
 def memory_table(memory: list[Row]) -> pd.DataFrame:
     if not memory:
         return pd.DataFrame()
@@ -96,6 +108,7 @@ def render(result: dict[str, Any], marks: list[Mark]) -> str:
         ("x best chain", pivot(rows, "x_best_chain") if timed else pd.DataFrame()),
         ("tree setting per batch size, one for all workloads", chosen_table(rows) if timed else pd.DataFrame()),
         ("parts of a round, ms (prepare: host work and inputs; other: between)", part_table(parts)),
+        ("kernels of the traces", kernel_table(parts)),
         ("memory", memory_table(memory)),
         ("texts against plain decoding's, under the same seed", equality_table(rows)),
         ("repetition", repetition_table(rows)),
