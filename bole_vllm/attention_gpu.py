@@ -7,10 +7,12 @@ kernel over the tree rows, as the drafter's rows do: their prefixes are read a s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from vllm.utils.platform_utils import num_compute_units
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import (
@@ -25,6 +27,17 @@ from bole_vllm.kernels.attention.tiles import FP8
 
 # FlashAttention versions whose prefix partial is known here: [heads, rows] log-sum-exp, in natural log
 PARTIAL_VERSIONS = (2, 3)
+# splits of the keys for every multiprocessor, over all requests and KV heads
+SPLITS_EACH = 2
+
+
+def bound_splits(most: int, requests: int, kv_heads: int, multiprocessors: int) -> int:
+    """FlashAttention's splits of a request's keys, at most `most` (0: without a bound, which stays).
+
+    A captured graph keeps a partial output of every row for every split that may be: at vLLM's 32, 256 MiB for 16 trees of 32 nodes. Many
+    requests fill the card with few splits each. Depends on the number of requests alone, as a graph does.
+    """
+    return min(most, max(2, math.ceil(SPLITS_EACH * multiprocessors / (requests * kv_heads))))
 
 
 def tree_flash_attention(
@@ -115,9 +128,13 @@ class TreeFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         # vLLM's own plan has such a buffer where graphs are captured: replays read it at a fixed address
         causal_plan = getattr(self, "scheduler_metadata", None)
         self._prefix_plan = None if causal_plan is None else torch.zeros_like(causal_plan)
+        self._most_splits = self.max_num_splits
 
-    def build(self, *args, **kwargs) -> TreeFlashMetadata:
-        return TreeFlashMetadata(**vars(super().build(*args, **kwargs)), scheduler=self.schedule_prefix)
+    def build(self, common_prefix_len, common_attn_metadata, *args, **kwargs) -> TreeFlashMetadata:
+        m = common_attn_metadata
+        self.max_num_splits = bound_splits(self._most_splits, m.num_reqs, self.num_heads_kv, num_compute_units(self.device.index or 0))
+        metadata = super().build(common_prefix_len, m, *args, **kwargs)
+        return TreeFlashMetadata(**vars(metadata), scheduler=self.schedule_prefix)
 
     def schedule_prefix(self, metadata: FlashAttentionMetadata, tree: TreeRows) -> torch.Tensor | None:
         """FlashAttention 3's plan for a pass over the prefixes of `tree`, made once for all layers; None where vLLM makes none."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 KEY = "bole"
 COMMITS = ("factor", "replay")
+DRAFT_HEADS = ("int8", "model")
 VERIFIERS = ("closed_form", "serial")
 MAX_TREE_SIZE = 256
 
@@ -39,6 +40,8 @@ class BoleConfig:
         draft_vocab: tokens that drafts may name; the output never depends on it. 0: all; a number: that many, the most frequent in what
             was served; a path: a JSON list of token ids. None: bole_vllm.draft_head.DEFAULT_SIZE where that is less than half of the
             vocabulary and the LM head an unquantized matrix on one rank, else all.
+        draft_head: weights of the LM head that drafts are named by, where they are a part of the vocabulary: `int8`, rounded with a scale a
+            row, or `model`, in the model's own type. The output does not depend on it.
         debug: check every forest's invariants on the host each step (slow, synchronises).
     """
 
@@ -49,6 +52,7 @@ class BoleConfig:
     commit: str = "replay"
     precision: str = dot_precision.DEFAULT
     draft_vocab: int | str | None = None
+    draft_head: str = "int8"
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -62,6 +66,7 @@ class BoleConfig:
             _check_int("draft_vocab", self.draft_vocab, 0, 2**31 - 1, " or a path to a JSON list of token ids")
             if 0 < self.draft_vocab < self.topk:
                 raise BoleConfigError(f'"bole.draft_vocab" must be 0 (all tokens) or at least topk ({self.topk}), got {self.draft_vocab}.')
+        _check_choice("draft_head", self.draft_head, DRAFT_HEADS)
         if not isinstance(self.debug, bool):
             raise BoleConfigError(f'"bole.debug" must be true or false, got {self.debug!r}.')
 

@@ -1,7 +1,7 @@
 """The drafter's LM head over a part of the vocabulary.
 
 Most of a draft step is the product with the whole head (248,320 rows in Qwen3.5). Drafts only propose: a token that the drafter cannot
-name is sampled all the same, as the bonus token, so a smaller vocabulary costs acceptance and never changes the output.
+name is sampled all the same, as the bonus token, so a smaller vocabulary and rounded rows cost acceptance and never change the output.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from bole_vllm.config import BoleConfigError
+from bole_vllm.config import BoleConfig, BoleConfigError
+from bole_vllm.kernels.draft import int8_logits, quantize_rows
 
 # tokens that drafts name where nothing else is said: an eighth of Qwen3.5's head, which as a whole takes longer than the rest of a draft
 # step (docs/LOG.md)
@@ -48,21 +49,31 @@ class DraftHead:
     served the lowest ids, which a BPE tokenizer gives to its earliest and so most frequent merges.
     """
 
-    def __init__(self, head: Tensor, ids: list[int] | None, size: int) -> None:
-        """head [V, H]: the whole LM head, kept by reference."""
+    def __init__(self, head: Tensor, ids: list[int] | None, size: int, int8: bool = False) -> None:
+        """head [V, H]: the whole LM head, kept by reference; int8: its rows here are rounded, with a scale each."""
         self.head = head
         vocab_size, device = head.shape[0], head.device
         # [V] tokens served; the fraction orders what was not served by id. None: the ids are given
         self.counts = None if ids is not None else torch.linspace(0.5, 0, vocab_size, device=device)
         # [N] int64 row -> token id
         self.token_ids = torch.tensor(range(size) if ids is None else ids, dtype=torch.int64, device=device)
-        # [N, H]
-        self.weight = head[self.token_ids].clone()
+        rows = len(self.token_ids)
+        # [N, H]; [N] fp32 where that is int8
+        self.weight = torch.empty(rows, head.shape[1], dtype=torch.int8 if int8 else head.dtype, device=device)
+        self.scale = torch.empty(rows, dtype=torch.float32, device=device) if int8 else None
+        self._take_rows()
         self.rounds = 0
+
+    def _take_rows(self) -> None:
+        """The weights of `token_ids`, in place."""
+        if self.scale is None:
+            torch.index_select(self.head, 0, self.token_ids, out=self.weight)
+        else:
+            quantize_rows(self.head, self.token_ids, self.weight, self.scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, H] -> [rows, N]."""
-        return F.linear(hidden, self.weight)
+        return F.linear(hidden, self.weight) if self.scale is None else int8_logits(hidden, self.weight, self.scale)
 
     def count_prompt(self, prompt: list[int] | None) -> None:
         """Count a new request's prompt; None: it came as embeddings. Served tokens are counted where rounds are (metrics.py). No host
@@ -77,26 +88,27 @@ class DraftHead:
         due = self.rounds % REFRESH_EVERY == 0 or (self.rounds >= FIRST_REFRESH and self.rounds & (self.rounds - 1) == 0)
         if self.counts is not None and due:
             self.token_ids.copy_(self.counts.topk(self.token_ids.shape[0]).indices.sort().values)
-            torch.index_select(self.head, 0, self.token_ids, out=self.weight)
+            self._take_rows()
 
 
-def build_draft_head(draft_model: nn.Module, draft_vocab: int | str | None, topk: int) -> DraftHead | None:
-    """The head asked for by `bole.draft_vocab`; None where it is the whole one.
+def build_draft_head(draft_model: nn.Module, config: BoleConfig) -> DraftHead | None:
+    """The head asked for by `bole.draft_vocab` and `bole.draft_head`; None where it is the whole one.
 
     Raises:
         BoleConfigError: a part is asked for, and the model's head is no plain matrix of one rank.
     """
+    draft_vocab, int8 = config.draft_vocab, config.draft_head == "int8"
     if draft_vocab == 0:
         return None
     head = _plain_head(draft_model)
     if draft_vocab is None:
-        return None if head is None or head.shape[0] <= 2 * DEFAULT_SIZE else DraftHead(head, None, DEFAULT_SIZE)
+        return None if head is None or head.shape[0] <= 2 * DEFAULT_SIZE else DraftHead(head, None, DEFAULT_SIZE, int8)
     if head is None:
         raise BoleConfigError('"bole.draft_vocab" needs an unquantized LM head without scaling: leave it out for this model.')
     if isinstance(draft_vocab, str):
-        ids = load_token_ids(draft_vocab, head.shape[0], topk)
-        return DraftHead(head, ids, len(ids))
-    return DraftHead(head, None, min(draft_vocab, head.shape[0]))
+        ids = load_token_ids(draft_vocab, head.shape[0], config.topk)
+        return DraftHead(head, ids, len(ids), int8)
+    return DraftHead(head, None, min(draft_vocab, head.shape[0]), int8)
 
 
 def _plain_head(draft_model: nn.Module) -> Tensor | None:

@@ -14,7 +14,19 @@ from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 from bole_vllm.attention import TreeRows
 from bole_vllm.config import BoleConfig
 from bole_vllm.draft_head import DraftHead, build_draft_head
-from bole_vllm.kernels.draft import Candidates, Tree, TreeShape, extend, place_rows, select, slots_by_depth, start_from, top_children
+from bole_vllm.kernels.draft import (
+    Candidates,
+    RowInputs,
+    RowOutputs,
+    Tree,
+    TreeShape,
+    extend,
+    place_rows,
+    select,
+    slots_by_depth,
+    start_from,
+    top_children,
+)
 from bole_vllm.kernels.walk import chain_order
 
 
@@ -78,7 +90,7 @@ class TreeSpeculator(MTPSpeculator):
 
     def load_model(self, target_model) -> None:
         super().load_model(target_model)
-        self.draft_head = build_draft_head(self.model, self.bole.draft_vocab, self.bole.topk)
+        self.draft_head = build_draft_head(self.model, self.bole)
 
     def set_attn(self, model_state, *args, **kwargs) -> None:
         super().set_attn(model_state, *args, **kwargs)
@@ -104,9 +116,8 @@ class TreeSpeculator(MTPSpeculator):
     def sample_draft(self, hidden_states, *args, **kwargs) -> torch.Tensor:
         """Called by vLLM's draft prefill; keeps the root's children, which the tree's first level is made of."""
         num_reqs = hidden_states.shape[0]
-        token, logprob = top_children(self.compute_draft_logits(hidden_states, 0), self.bole.topk, self._draft_ids)
-        self.root_token[:num_reqs] = token
-        self.root_logprob[:num_reqs] = logprob
+        out = self.root_token[:num_reqs], self.root_logprob[:num_reqs]
+        token, _ = top_children(self.compute_draft_logits(hidden_states, 0), self.bole.topk, self._draft_ids, out)
         return token[:, 0]
 
     @torch.inference_mode()
@@ -205,16 +216,16 @@ class TreeSpeculator(MTPSpeculator):
         if shape.max_depth == 1:
             return select(start_from(*root, shape), shape)
         places, num_rows = self._place_rows(shape, num_reqs, skip_attn), num_reqs * shape.beam
-        # the frontier's tokens are the next depth's input
-        rows = self.hidden_states[:num_rows]
+        # the frontier's tokens, positions and its parents' outputs are the next depth's input
+        inputs = RowInputs(self.hidden_states[:num_rows], self.input_buffers.positions[:num_rows])
         candidates = start_from(*root, shape, places.room, self.input_buffers.input_ids[:num_rows])
         # the root's output feeds every first-level row
-        rows.copy_(self.hidden_states[:num_reqs].repeat_interleave(shape.beam, dim=0))
+        inputs.hidden.copy_(self.hidden_states[:num_reqs].repeat_interleave(shape.beam, dim=0))
+        inputs.positions.copy_(places.positions[0])
         for depth in range(2, shape.max_depth + 1):
             logits, outputs = self._expand(candidates, places, depth)
-            candidates, source_row = extend(candidates, logits, depth, shape, self._draft_ids)
-            if depth < shape.max_depth:
-                torch.index_select(outputs, 0, source_row.flatten(), out=rows)
+            moved = (RowOutputs(outputs, places.positions[depth - 1]), inputs) if depth < shape.max_depth else (None, None)
+            candidates, _ = extend(candidates, logits, depth, shape, self._draft_ids, *moved)
         return select(candidates, shape)
 
     def _place_rows(self, shape: TreeShape, num_reqs: int, skip_attn: bool) -> RowPlaces:
@@ -237,11 +248,10 @@ class TreeSpeculator(MTPSpeculator):
         return self._starts[key]
 
     def _expand(self, candidates: Candidates, places: RowPlaces, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft forward over the frontier of depth - 1, whose tokens are in `input_ids` and whose parents' outputs in `hidden_states`:
+        """One draft forward over the frontier of depth - 1, whose inputs (tokens, positions, parents' outputs) are in their buffers:
         ([R, w, vocab] logits, [R * w, hidden] outputs)."""
         num_reqs, beam = candidates.frontier.shape
-        num_rows, buffers = num_reqs * beam, self.input_buffers
-        buffers.positions[:num_rows] = places.positions[depth - 2]
+        num_rows = num_reqs * beam
         metadata = slots_by_layer = None
         if places.slots is not None:
             rows = places.rows(candidates.frontier_mask)

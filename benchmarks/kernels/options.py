@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.report import default_device, this_command
 
-STAGES = ("verify", "native", "precision", "commit", "attention")
+STAGES = ("verify", "native", "precision", "commit", "attention", "draft")
 SEED = 20261130
 
 
@@ -108,6 +108,12 @@ class Options:
             return [(5, 19, 2)]
         marks = [(64, 4096, 8), (64, 32768, 1)]
         return marks if not self.full else [*marks, (16, 4096, 8), (64, 1024, 16), (128, 4096, 4), (16, 32768, 1)]
+
+    def draft_grid(self) -> list[tuple[str, int]]:
+        """(model, requests)."""
+        if self.tiny:
+            return [("tiny", 2)]
+        return [(shape, b) for shape in ("9b", "27b") for b in ((1, 2, 4, 8, 16, 64) if self.full else (1, 4, 16))]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

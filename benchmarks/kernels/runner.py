@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from benchmarks.kernels import attention, commit, native, precision, verify
+from benchmarks.kernels import attention, commit, draft, native, precision, verify
 from benchmarks.kernels.case import REFERENCE_BANDWIDTH, Case, Context, Row, free_memory, run_case
 from benchmarks.kernels.marks import kernel_marks
 from benchmarks.kernels.options import Options
@@ -21,7 +21,7 @@ from benchmarks.timing import copy_bandwidth
 from bole_vllm.config import BoleConfig
 from bole_vllm.kernels.precision import DEFAULT
 
-MODULES = {"verify": verify, "native": native, "precision": precision, "commit": commit, "attention": attention}
+MODULES = {"verify": verify, "native": native, "precision": precision, "commit": commit, "attention": attention, "draft": draft}
 COMPILE_TIMEOUT_S = 240
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from . import best_nodes, first_depth, next_depth
+from .next_depth import RowInputs, RowOutputs
 from .top_children import top_children
 
 WORD_BITS = 32
@@ -134,26 +135,35 @@ def start_from(
 
 
 def extend(
-    candidates: Candidates, logits: torch.Tensor, depth: int, shape: TreeShape, token_ids: torch.Tensor | None = None
+    candidates: Candidates,
+    logits: torch.Tensor,
+    depth: int,
+    shape: TreeShape,
+    token_ids: torch.Tensor | None = None,
+    outputs: RowOutputs | None = None,
+    inputs: RowInputs | None = None,
 ) -> tuple[Candidates, torch.Tensor]:
     """Add depth `depth` (2..D): the k children of every frontier row, and move the frontier to it.
 
     logits     [R, w, V]: the draft distribution after every frontier row
     token_ids  as `start`
+    outputs    of the frontier's rows, which become the new frontier's `inputs`: each row takes its parent's, and its position
 
     New frontier: row 0 is the top-1 child of row 0 (the spine), the others are the best w-1 other children of this depth by
     cumulative log-probability (ties: the lower candidate index).
 
     Returns `candidates`, updated in place, and source_row [R, w] int64: for every new frontier row the row, counted through the batch
     (0..R * w - 1), of the previous frontier whose child it is. At depth D the new frontier is not expanded and has no bit of its own
-    in the mask. Raises ValueError on a wrong depth or shape.
+    in the mask. Raises ValueError on a wrong depth or shape, and if only one of outputs and inputs is given.
     """
     if not 2 <= depth <= shape.max_depth:
         raise ValueError(f"depth must be in 2..{shape.max_depth}, got {depth}")
     if logits.dim() != 3 or logits.shape[1] != shape.beam:
         raise ValueError(f"logits must be [R, {shape.beam}, V], got {tuple(logits.shape)}")
+    if (outputs is None) != (inputs is None):
+        raise ValueError("outputs and inputs go together: the ones are moved to the others")
     child, step = top_children(logits, shape.topk, token_ids)
-    return candidates, next_depth.launch(candidates, child, step, depth, shape)
+    return candidates, next_depth.launch(candidates, child, step, depth, shape, outputs, inputs)
 
 
 def select(candidates: Candidates, shape: TreeShape) -> Tree:

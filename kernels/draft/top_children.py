@@ -176,11 +176,14 @@ def launch(
     merge_kernel[grid[:1]](entry, part, ids, token, logprob, num_rows, splits, HAS_IDS=token_ids is not None, **common)
 
 
-def top_children(logits: torch.Tensor, topk: int, token_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def top_children(
+    logits: torch.Tensor, topk: int, token_ids: torch.Tensor | None = None, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [..., V] -> tokens [..., k] int64 and clamped log-probabilities [..., k] fp32, best first, the lower column among equals.
 
     logits     bfloat16, float16 or float32, contiguous in V
     token_ids  [V] int64 column of the logits -> token id; None: they are the same
+    out        where the tokens and log-probabilities go, contiguous; None: new tensors
 
     A row without a proper distribution (NaN, +inf, all -inf) still gives k distinct tokens, at the lowest score; a NaN is chosen like -inf.
     No host sync. Raises ValueError if the vocabulary is smaller than k, or on wrong shapes, strides or dtypes.
@@ -192,8 +195,12 @@ def top_children(logits: torch.Tensor, topk: int, token_ids: torch.Tensor | None
         raise ValueError(f"logits must be bfloat16, float16 or float32 and contiguous in V, got {logits.dtype}, strides {logits.stride()}")
     if token_ids is not None and (token_ids.shape != (num_columns,) or token_ids.dtype != torch.int64 or not token_ids.is_contiguous()):
         raise ValueError(f"token_ids must be contiguous int64 [{num_columns}], got {token_ids.dtype} {tuple(token_ids.shape)}")
-    token = torch.empty(*logits.shape[:-1], topk, dtype=torch.int64, device=logits.device)
-    logprob = torch.empty_like(token, dtype=torch.float32)
+    shape = (*logits.shape[:-1], topk)
+    if out is None:
+        out = tuple(torch.empty(shape, dtype=dtype, device=logits.device) for dtype in (torch.int64, torch.float32))
+    token, logprob = out
+    if any(t.shape != shape or not t.is_contiguous() for t in out) or (token.dtype, logprob.dtype) != (torch.int64, torch.float32):
+        raise ValueError(f"out must be contiguous int64 and float32 {shape}")
     if token.numel():
         rows = logits.reshape(-1, num_columns)
         launch(rows, topk, token_ids, token, logprob, tiling_of(rows.shape[0], num_columns, topk, rows.element_size()))

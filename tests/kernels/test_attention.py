@@ -435,6 +435,13 @@ def gpu_module(monkeypatch):
     return attention_gpu
 
 
+def test_splits_that_graphs_keep_room_for(gpu_module):
+    """As many as fill the card: all that are allowed for one request, few for many; 0 is vLLM's word for no bound."""
+    found = [gpu_module.bound_splits(32, requests, 4, 132) for requests in (1, 2, 4, 8, 16, 64, 512)]
+    assert found == [32, 32, 17, 9, 5, 2, 2]
+    assert [gpu_module.bound_splits(most, 1, 4, 132) for most in (0, 1, 8)] == [0, 1, 8]
+
+
 def forward(module, monkeypatch, case, rows, max_query_len, dtype=torch.bfloat16):
     """(output, whether vLLM's own forward ran) of the backend's layer; vLLM's own forward writes 7 everywhere."""
     own = []

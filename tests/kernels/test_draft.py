@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bole_vllm.kernels.draft import TreeShape, extend, naive, select, start, start_from, top_children
+from bole_vllm.kernels.draft import RowInputs, RowOutputs, TreeShape, extend, naive, select, start, start_from, top_children
 
 NUM_NODES = [2, 3, 8, 9, 16, 32, 64]
 
@@ -124,6 +124,28 @@ def test_rows_without_room_are_in_no_mask(device, num_nodes, topk, depth):
         )
         assert bits == [[[b & int(m) for b, m in zip(row, mask)] for row in request] for request, mask in zip(all_bits, below)], level
         assert level == depth or any(any(row) for row in all_bits[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_nodes,topk,depth,width", [(16, 4, 4, 5000), (64, 8, 6, 96), (8, 1, 3, 1)])
+def test_every_row_takes_its_parents_output(device, num_nodes, topk, depth, width, dtype):
+    """Bits of the outputs, strided, into the rows of longer buffers whose other rows stay; the same tree. Seed 6."""
+    shape = TreeShape.plan(num_nodes, topk, depth)
+    root, steps = random_logits(shape, 3, 13, 6, device)
+    plain, moving = start(root, shape), start(root, shape)
+    rows = 3 * shape.beam
+    outputs = torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(6)).to(device, dtype)[:, :width]
+    hidden, positions = torch.full((rows + 2, width), 7, dtype=dtype, device=device), torch.full((rows + 2,), -7, device=device)
+    inputs = RowInputs(hidden[:rows], positions[:rows])
+    for level, logits in enumerate(steps, start=2):
+        plain, source = extend(plain, logits, level, shape)
+        places = torch.arange(rows, device=device) + 100 * level
+        moving, same = extend(moving, logits, level, shape, None, RowOutputs(outputs, places), inputs)
+        assert torch.equal(source, same) and torch.equal(plain.frontier, moving.frontier)
+        assert torch.equal(hidden[:rows], outputs[source.flatten()]) and (hidden[rows:] == 7).all()
+        assert torch.equal(positions[:rows], places) and (positions[rows:] == -7).all()
+    with pytest.raises(ValueError, match="go together"):
+        extend(start(root, shape), steps[0], 2, shape, inputs=inputs)
 
 
 def test_spine_is_kept_whatever_its_score(device):

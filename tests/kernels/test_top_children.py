@@ -147,6 +147,19 @@ def test_token_ids(device):
     check(tied_logits(4, 90, 4, device), 7, "seed 4", token_ids.to(device))
 
 
+def test_into_given_tensors(device):
+    """The same bits, in place; what follows stays. Seed 6."""
+    logits = random_logits(3, 90, 6, device)
+    token, logprob = torch.full((5, 4), STALE, device=device), torch.full((5, 4), 7.0, device=device)
+    got = top_children(logits, 4, out=(token[:3], logprob[:3]))
+    assert got[0].data_ptr() == token.data_ptr() and got[1].data_ptr() == logprob.data_ptr()
+    for given, new, stale in zip((token, logprob), top_children(logits, 4), (STALE, 7.0), strict=True):
+        assert torch.equal(given[:3], new) and (given[3:] == stale).all()
+    for bad in ((token, logprob[:3]), (token[:3].int(), logprob[:3]), (token.T[:3], logprob[:3])):
+        with pytest.raises(ValueError, match="out must be"):
+            top_children(logits, 4, out=bad)
+
+
 def test_refusals(device):
     logits = random_logits(4, 8, 5, device)
     ids = torch.arange(8, device=device)

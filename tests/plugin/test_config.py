@@ -10,14 +10,22 @@ from bole_vllm.config import BoleConfig, BoleConfigError
 def test_defaults():
     config = BoleConfig.parse({}, num_speculative_tokens=31)
     assert config == BoleConfig(
-        topk=4, max_depth=8, tree_size=32, verify="closed_form", commit="replay", precision="fp32", draft_vocab=None, debug=False
+        topk=4,
+        max_depth=8,
+        tree_size=32,
+        verify="closed_form",
+        commit="replay",
+        precision="fp32",
+        draft_vocab=None,
+        draft_head="int8",
+        debug=False,
     )
     assert config.num_drafts == 31
 
 
 def test_every_key_is_taken():
     settings = {"topk": 2, "max_depth": 3, "tree_size": 8, "verify": "serial", "commit": "factor", "precision": "ieee"}
-    settings |= {"draft_vocab": 64, "debug": True}
+    settings |= {"draft_vocab": 64, "draft_head": "model", "debug": True}
     assert dataclasses.asdict(BoleConfig.parse(settings, 7)) == settings
 
 
@@ -45,7 +53,7 @@ def test_frozen():
         BoleConfig.parse({}, 7).topk = 2
 
 
-KNOWN = "topk, max_depth, tree_size, verify, commit, precision, draft_vocab, debug"
+KNOWN = "topk, max_depth, tree_size, verify, commit, precision, draft_vocab, draft_head, debug"
 REFUSALS = [
     ({"top_k": 4}, f"Unknown key 'top_k' in additional_config[\"bole\"]. Known keys: {KNOWN}."),
     ({"topk": 4, "z": 1, "a": 1}, f"Unknown key 'a' in additional_config[\"bole\"]. Known keys: {KNOWN}."),
@@ -80,6 +88,7 @@ REFUSALS = [
     ({"draft_vocab": True}, '"bole.draft_vocab" must be an integer or a path to a JSON list of token ids, got True.'),
     ({"draft_vocab": -1}, '"bole.draft_vocab" must be in 0..2147483647, got -1.'),
     ({"draft_vocab": 3}, '"bole.draft_vocab" must be 0 (all tokens) or at least topk (4), got 3.'),
+    ({"draft_head": "fp8"}, "\"bole.draft_head\" must be one of int8, model, got 'fp8'."),
     ({"verify": "chain"}, "\"bole.verify\" must be one of closed_form, serial, got 'chain'."),
     ({"debug": 1}, '"bole.debug" must be true or false, got 1.'),
 ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bole_vllm import draft_head
-from bole_vllm.config import BoleConfigError
+from bole_vllm.config import BoleConfig, BoleConfigError
 from bole_vllm.draft_head import FIRST_REFRESH, DraftHead, build_draft_head, load_token_ids
 
 
@@ -42,6 +42,24 @@ def test_follows_what_was_served(matrix):
     assert (head.weight.data_ptr(), head.token_ids.data_ptr()) == addresses
 
 
+def test_rounded_rows_follow_too(matrix):
+    """Int8 by default: near the model's own logits, at the same addresses after a refresh."""
+    hidden = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    head = built(matrix, 4)
+    addresses = head.weight.data_ptr(), head.scale.data_ptr()
+    for served in ([0, 1, 2, 3], [0, 9, 30, 41]):
+        assert head.weight.dtype == torch.int8 and head.token_ids.tolist() == served
+        torch.testing.assert_close(head.logits(hidden), hidden @ matrix[served].T, rtol=0, atol=0.05)
+        head.count_prompt([30, 41, 9])
+        for _ in range(FIRST_REFRESH):
+            head.end_round()
+    assert (head.weight.data_ptr(), head.scale.data_ptr()) == addresses
+
+
+def built(matrix: torch.Tensor, draft_vocab: int | None, **model) -> DraftHead | None:
+    return build_draft_head(drafter(matrix, **model), BoleConfig(tree_size=8, draft_vocab=draft_vocab))
+
+
 def drafter(matrix: torch.Tensor, vocab_size: int = 50, scale: float = 1.0) -> SimpleNamespace:
     processor = SimpleNamespace(org_vocab_size=vocab_size, scale=scale, soft_cap=None)
     return SimpleNamespace(lm_head=SimpleNamespace(weight=matrix), logits_processor=processor)
@@ -52,14 +70,14 @@ def test_a_part_by_default_where_that_is_possible(matrix, monkeypatch):
     packed = matrix.to(torch.float8_e4m3fn)
     for size, parts in ((20, 20), (25, None)):
         monkeypatch.setattr(draft_head, "DEFAULT_SIZE", size)
-        head = build_draft_head(drafter(matrix), None, 4)
+        head = built(matrix, None)
         assert (head and len(head.token_ids)) == parts
     monkeypatch.setattr(draft_head, "DEFAULT_SIZE", 4)
-    for other in (drafter(matrix, scale=2.0), drafter(matrix, vocab_size=100), drafter(packed)):
-        assert build_draft_head(other, None, 4) is None
+    for weight, model in ((matrix, {"scale": 2.0}), (matrix, {"vocab_size": 100}), (packed, {})):
+        assert built(weight, None, **model) is None
         with pytest.raises(BoleConfigError, match="leave it out for this model"):
-            build_draft_head(other, 8, 4)
-    assert build_draft_head(drafter(matrix), 0, 4) is None
+            built(weight, 8, **model)
+    assert built(matrix, 0) is None
 
 
 def test_given_ids_stay(matrix):

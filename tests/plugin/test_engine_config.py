@@ -71,7 +71,7 @@ REFUSED = {
     "unknown key": (
         {"bole": {"top_k": 4}},
         "Unknown key 'top_k' in additional_config[\"bole\"]. Known keys: "
-        "topk, max_depth, tree_size, verify, commit, precision, draft_vocab, debug.",
+        "topk, max_depth, tree_size, verify, commit, precision, draft_vocab, draft_head, debug.",
     ),
     "a draft vocabulary on two ranks": (
         {"bole": {"draft_vocab": 512}, "tensor_parallel_size": 2, **TWO_RANKS},
