@@ -11,7 +11,7 @@ from bole_vllm.config import BoleConfig, BoleConfigError, is_requested
 from bole_vllm.draft_head import load_token_ids
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
 logger = init_logger("vllm.bole")
 
@@ -24,6 +24,14 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": "Qwen3NextForCausalLM",
 }
 WORKERS = {"cpu": "bole_vllm.worker_cpu.CPUTreeWorker", "cuda": "bole_vllm.worker_gpu.GPUTreeWorker"}
+
+# attribute of the speculative config of an engine with Bole: all that a request's validation gets to see
+_EVERY_NODE = "bole_samples_every_node"
+
+
+def samples_every_node(speculative_config: SpeculativeConfig | None) -> bool:
+    """Whether this is the speculative config of an engine with Bole."""
+    return getattr(speculative_config, _EVERY_NODE, False)
 
 
 def prepare(vllm_config: VllmConfig) -> BoleConfig | None:
@@ -47,6 +55,7 @@ def prepare(vllm_config: VllmConfig) -> BoleConfig | None:
     changes += _set_token_budget(vllm_config, config)
     changes += _set_graphs(vllm_config, config)
     changes += _set_attention_backend(vllm_config)
+    setattr(vllm_config.speculative_config, _EVERY_NODE, True)
     logger.info(
         "Bole: trees of %d nodes (topk %d, depth %d, commit %s, %s); set %s.",
         config.tree_size,

@@ -15,26 +15,18 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
+from bole_vllm.kernels.path_logits import PathRows
 from bole_vllm.kernels.walk import walk_tree
+from bole_vllm.path_processors import follow_paths
 
 
 def needs_chain(params, model_config) -> bool:
     """Whether a request's logits depend on the flat order of a step's rows, so that only the top-1 chain may be accepted.
 
-    vLLM's penalties, bad words, thinking budget, grammar masks and custom logits processors take the rows before a row
-    for its predecessors. On the chain, which occupies rows 1..d, they are.
+    Grammar masks and custom logits processors take the rows before a row for its predecessors. On the chain, which occupies rows 1..d, they
+    are.
     """
-    if params is None:
-        return False
-    return bool(
-        params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.bad_words
-        or params.structured_outputs is not None
-        or getattr(params, "thinking_token_budget", None) is not None
-        or model_config.logits_processors
-    )
+    return params is not None and bool(params.structured_outputs is not None or model_config.logits_processors)
 
 
 class TreeSampler(RejectionSampler):
@@ -49,6 +41,8 @@ class TreeSampler(RejectionSampler):
     def __init__(self, sampler, spec_config, device, model_state) -> None:
         super().__init__(sampler, spec_config, device)
         self.model_state = model_state
+        # which rows are nodes, for the processors that look at earlier tokens
+        self.current = follow_paths(sampler)
 
     def __call__(self, logits, input_batch, draft_logits=None, invalid_drafts=None) -> SamplerOutput:
         """logits [num_logits, vocab]: one row per tree node, one per prefill row."""
@@ -81,6 +75,9 @@ class TreeSampler(RejectionSampler):
         sampled, processed = [], []
         for start, end in _iter_request_chunks(cu, get_max_chunk_logits(logits.shape[1])):
             lo, hi = int(cu[start]), int(cu[end])
+            self.current.rows = PathRows.of_round(
+                self.model_state.full_forest, input_batch.cu_num_logits, input_batch.idx_mapping, start, end, lo
+            )
             tokens, scores = self.sampler.sample(
                 logits[lo:hi], input_batch.expanded_idx_mapping[lo:hi], input_batch.idx_mapping[start:end],
                 input_batch.idx_mapping_np[start:end], pos[lo:hi], input_ids[lo:hi], input_batch.expanded_local_pos[lo:hi],
@@ -88,6 +85,7 @@ class TreeSampler(RejectionSampler):
             )  # fmt: skip
             sampled.append(tokens)
             processed += [scores] if keep else []
+        self.current.rows = None
         return _joined(sampled), _joined(processed) if keep else None
 
     def _walk(self, sampled, input_batch, invalid_drafts) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,6 @@ from benchmarks.offline import engine, memory, parts, path, rounds, timeline, tr
 from benchmarks.offline.arms import Arm
 from benchmarks.offline.job import Job, Point, Record, point_key, text_key
 from benchmarks.offline.prompts import groups
-from benchmarks.offline.texts import TOP_GREEDY, TOP_SAMPLED
 
 TRACE_TOKENS = 24
 
@@ -147,8 +146,7 @@ class ArmRun:
         """Of as many prompts as the largest batch of the points serves."""
         batches = [batch for name, batch, _ in self.job.points if name == workload]
         prompts = self.job.prompts[workload][: max(self.job.requests, *batches)]
-        top = TOP_SAMPLED if temperature else TOP_GREEDY
-        self.record.scores[text_key(workload, temperature)] = rounds.scores(self.llm, prompts, temperature, self.job.max_tokens, top)
+        self.record.scores[text_key(workload, temperature)] = rounds.scores(self.llm, prompts, temperature, self.job.max_tokens)
 
     def note_parts(self, batch: int) -> None:
         """On the first workload, greedy."""

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.models.shapes import SHAPES as LARGE_SHAPES
 from benchmarks.offline import arms
+from benchmarks.offline.rounds import CONSIDERED
 from benchmarks.report import ROOT, default_device, this_command
 
 SMALL = "small"
@@ -165,6 +166,7 @@ class Options:
             "skip_tokenizer_init": True,
             "disable_log_stats": False,  # counters of drafts
             "logprobs_mode": "raw_logits",
+            "max_logprobs": CONSIDERED,
         }
         if self.device.type == "cuda":
             arguments |= {"gpu_memory_utilization": self.gpu_memory_utilization, "gdn_prefill_backend": "triton"}

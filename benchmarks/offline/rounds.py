@@ -8,8 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from examples.demo.compare import bf16_ulp
 
+# of a sampled token's contenders, those looked at and those kept: noise lifts unlikely tokens above likely ones
+CONSIDERED, KEPT = 256, 20
 # rounding of logit / temperature + noise, computed here and in the sampler
 SCORE_TOLERANCE = 1e-3
 
@@ -113,49 +117,58 @@ def serve(engine: Any, prompts: list[list[int]], temperature: float, max_tokens:
     return steps
 
 
-def scores(llm: Any, prompts: list[list[int]], temperature: float, max_tokens: int, top: int) -> list[dict[str, Any]]:
-    """What the engine chose its tokens by, prompt i under seed i: [{"tokens": [n], "top": [n][about top] of [token, score], "ulp": [n],
-    "greedy": bool}].
+def scores(llm: Any, prompts: list[list[int]], temperature: float, max_tokens: int) -> list[dict[str, Any]]:
+    """What the engine chose its tokens by, prompt i under seed i: [{"tokens": [n], "top": [n][KEPT] of [token, score], "ulp": [n],
+    "greedy": bool}], best first.
 
-    Scores: the largest logits; with a temperature, logit / temperature and vLLM's own noise, of the tokens with the largest logits. ulp:
-    the distance of bfloat16 numbers at the largest logit, by the same scale. Not timed. The engine must have
-    `logprobs_mode="raw_logits"`. `llm`: vllm.LLM.
+    Scores: the largest logits; with a temperature, logit / temperature and vLLM's own noise, the largest among the CONSIDERED tokens with
+    the largest logits. ulp: the distance of bfloat16 numbers at the largest logit, by the same scale. Not timed. The engine must have
+    `logprobs_mode="raw_logits"` and `max_logprobs` CONSIDERED. `llm`: vllm.LLM.
     """
     from vllm import SamplingParams
 
-    fixed = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False, "logprobs": top}
-    params = [SamplingParams(seed=seed, **fixed) for seed in range(len(prompts))]
+    # one list of numbers a request: an object for every number takes seconds
+    fixed = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False, "flat_logprobs": True}
+    considered = CONSIDERED if temperature else KEPT
+    params = [SamplingParams(seed=seed, logprobs=considered, **fixed) for seed in range(len(prompts))]
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     found = []
     for seed, (ids, output) in enumerate(zip(prompts, outputs, strict=True)):
-        places = [[[token, entry.logprob] for token, entry in place.items()] for place in output.outputs[0].logprobs]
-        ulps = [bf16_ulp(max(logit for _, logit in place)) / (temperature or 1.0) for place in places]
-        if temperature:
-            places = _with_noise(llm, places, temperature, seed, len(ids))
-        _check(places, output.outputs[0].token_ids)
-        found.append({"tokens": list(output.outputs[0].token_ids), "top": places, "ulp": ulps, "greedy": not temperature})
+        tokens, flat = list(output.outputs[0].token_ids), output.outputs[0].logprobs
+        token, logit = _places(flat)
+        score = _with_noise(llm, token, logit, temperature, seed, len(ids)) if temperature else logit
+        _check(token, score, tokens)
+        kept = score.topk(min(KEPT, score.shape[1]), dim=1)
+        pairs = zip(token.gather(1, kept.indices).tolist(), kept.values.tolist(), strict=True)
+        top = [[[t, s] for t, s in zip(*place) if s > -math.inf] for place in pairs]
+        ulp = [bf16_ulp(largest) / (temperature or 1.0) for largest in logit.amax(1).tolist()]
+        found.append({"tokens": tokens, "top": top, "ulp": ulp, "greedy": not temperature})
     return found
 
 
-def _check(places: list[list[list]], tokens: Sequence[int]) -> None:
+def _places(flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, logits) [places, most of a place], -inf beyond a place's own: a sampled token may come besides the largest."""
+    sizes = torch.tensor(flat.end_indices) - torch.tensor(flat.start_indices)
+    inside = torch.arange(int(sizes.max())) < sizes[:, None]
+    token, logit = torch.zeros(inside.shape, dtype=torch.int64), torch.full(inside.shape, -math.inf)
+    token[inside], logit[inside] = torch.tensor(flat.token_ids), torch.tensor(flat.logprobs)
+    return token, logit
+
+
+def _check(token: torch.Tensor, score: torch.Tensor, tokens: Sequence[int]) -> None:
     """ValueError where a token is not the best by the scores: then they are not what it was chosen by (another seed, position or noise)."""
-    for position, (place, token) in enumerate(zip(places, tokens, strict=True)):
-        best = dict(place)
-        if max(best.values()) - best.get(token, -math.inf) > SCORE_TOLERANCE:
-            raise ValueError(f"token {position}, {token}, is not the best by its own scores")
+    own = score.masked_fill(token != torch.tensor(tokens)[:, None], -math.inf).amax(1)
+    wrong = (score.amax(1) - own > SCORE_TOLERANCE).nonzero().flatten().tolist()
+    if wrong:
+        raise ValueError(f"token {wrong[0]}, {tokens[wrong[0]]}, is not the best by its own scores")
 
 
-def _with_noise(llm: Any, places: list[list[list]], temperature: float, seed: int, length: int) -> list[list[list]]:
+def _with_noise(llm: Any, token: torch.Tensor, logit: torch.Tensor, temperature: float, seed: int, length: int) -> torch.Tensor:
     """Logits as the sampler saw them. Token j of a request with L prompt tokens is sampled at the row of position L + j - 1."""
-    import torch
-
     from examples.demo.scores import gumbel_noise
 
     config = llm.llm_engine.vllm_config
     device = torch.device(config.device_config.device)
-    position = torch.arange(length - 1, length - 1 + len(places), device=device)
+    position = torch.arange(length - 1, length - 1 + len(token), device=device)
     noise = gumbel_noise(torch.full_like(position, seed), position, config.model_config.get_vocab_size())
-    row = torch.tensor([j for j, place in enumerate(places) for _ in place], device=device)
-    column = torch.tensor([token for place in places for token, _ in place], device=device)
-    at_token = iter(noise[row, column].tolist())
-    return [[[token, logit / temperature + next(at_token)] for token, logit in place] for place in places]
+    return logit / temperature + noise.gather(1, token.to(device)).cpu()

@@ -9,8 +9,6 @@ from examples.demo.compare import MAX_ULPS, differences, distinct_share
 
 # a text with a smaller share of distinct 4-grams loops, which flatters every drafter (prose and code lie above 0.8)
 MIN_DISTINCT = 0.6
-# scores to record at a token: greedy decoding chooses among few, noise may lift any of the more likely ones
-TOP_GREEDY, TOP_SAMPLED = 5, 20
 
 # tokens of a prompt and the largest scores at each, as rounds.scores gives them
 Scores = dict[str, Any]
