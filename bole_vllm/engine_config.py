@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForConditionalGeneration",
     "Qwen3NextForCausalLM": "Qwen3NextForCausalLM",
 }
+SCHEDULER = "bole_vllm.scheduler.make_scheduler"
 WORKERS = {"cpu": "bole_vllm.worker_cpu.CPUTreeWorker", "cuda": "bole_vllm.worker_gpu.GPUTreeWorker"}
 
 # attribute of the speculative config of an engine with Bole: all that a request's validation gets to see
@@ -55,6 +56,7 @@ def prepare(vllm_config: VllmConfig) -> BoleConfig | None:
     changes += _set_token_budget(vllm_config, config)
     changes += _set_graphs(vllm_config, config)
     changes += _set_attention_backend(vllm_config)
+    changes += _set_scheduler(vllm_config)
     setattr(vllm_config.speculative_config, _EVERY_NODE, True)
     logger.info(
         "Bole: trees of %d nodes (topk %d, depth %d, commit %s, %s); set %s.",
@@ -254,3 +256,13 @@ def _set_attention_backend(vllm_config: VllmConfig) -> list[str]:
         raise BoleConfigError('Remove "attention_backend" from the speculative config: trees are drafted with Bole\'s own backend.')
     attention.backend = AttentionBackendEnum.CUSTOM
     return ["attention backend CUSTOM (tree attention)"]
+
+
+def _set_scheduler(vllm_config: VllmConfig) -> list[str]:
+    scheduler = vllm_config.scheduler_config
+    if scheduler.scheduler_cls not in (None, SCHEDULER):
+        raise BoleConfigError(
+            f"Bole brings its own scheduler class, for grammars on trees; --scheduler-cls is {scheduler.scheduler_cls!r}: remove it."
+        )
+    scheduler.scheduler_cls = SCHEDULER
+    return ["scheduler"]

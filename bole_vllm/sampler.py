@@ -23,10 +23,9 @@ from bole_vllm.path_processors import follow_paths
 def needs_chain(params, model_config) -> bool:
     """Whether a request's logits depend on the flat order of a step's rows, so that only the top-1 chain may be accepted.
 
-    Grammar masks and custom logits processors take the rows before a row for its predecessors. On the chain, which occupies rows 1..d, they
-    are.
+    Custom logits processors take the rows before a row for its predecessors. On the chain, which occupies rows 1..d, they are.
     """
-    return params is not None and bool(params.structured_outputs is not None or model_config.logits_processors)
+    return params is not None and bool(model_config.logits_processors)
 
 
 class TreeSampler(RejectionSampler):

@@ -22,6 +22,14 @@ class TreeWorker:
         runner = self.model_runner
         runner.speculator = TreeSpeculator(self.vllm_config, runner.device)
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """As the base class, then with drafts that go to the scheduler as trees."""
+        super().load_model(*args, **kwargs)
+        from bole_vllm.draft_tokens import TreeDraftTokensHandler
+
+        runner = self.model_runner
+        runner.draft_tokens_handler = TreeDraftTokensHandler(runner.device, runner.model_state.trees)
+
     def bole_stats(self) -> dict[str, Any]:
         """Counters and sizes of this worker; synchronises with the device. See bole_vllm.metrics."""
         return self.model_runner.model_state.stats()

@@ -130,6 +130,11 @@ REFUSED = {
         {"worker_cls": "vllm.v1.worker.gpu_worker.Worker"},
         "Bole brings its own worker class; --worker-cls is 'vllm.v1.worker.gpu_worker.Worker': remove it.",
     ),
+    "scheduler class": (
+        {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+        "Bole brings its own scheduler class, for grammars on trees; --scheduler-cls is 'vllm.v1.core.sched.scheduler.Scheduler': "
+        "remove it.",
+    ),
     "bfloat16 state": (
         {"mamba_ssm_cache_dtype": "bfloat16"},
         "Bole commits into a float32 recurrent state; --mamba-ssm-cache-dtype is 'bfloat16': set it to float32.",
@@ -236,6 +241,7 @@ def test_what_is_set_on_a_cpu(log):
 
     config = engine_config(drafts=31, max_num_seqs=128, max_num_batched_tokens=2048)
     assert config.parallel_config.worker_cls == "bole_vllm.worker_cpu.CPUTreeWorker"
+    assert config.scheduler_config.scheduler_cls == "bole_vllm.scheduler.make_scheduler"
     assert config.scheduler_config.max_num_batched_tokens == 128 * 32
     assert config.scheduler_config.max_num_scheduled_tokens == 128 * 32
     assert config.cache_config.mamba_ssm_cache_dtype == "float32"
@@ -244,7 +250,7 @@ def test_what_is_set_on_a_cpu(log):
     assert config.use_v2_model_runner
     assert log == [
         "Bole: trees of 32 nodes (topk 4, depth 8, commit replay, fp32); set worker CPUTreeWorker, float32 recurrent state, "
-        "max_num_batched_tokens 4096, eager execution, tree attention."
+        "max_num_batched_tokens 4096, eager execution, tree attention, scheduler."
     ]
 
 

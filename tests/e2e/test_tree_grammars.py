@@ -1,0 +1,125 @@
+"""Structured outputs on whole trees: plain decoding's tokens under every kind of grammar, whichever leaf wins."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from e2e_helpers import PROMPTS, Script, generate, params, stats, text_tokens
+
+LENGTH = 20
+BUSH = [-1, 0, 0, 0, 1, 1, 2, 3]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+GRAMMAR = 'root ::= item+ "."\nitem ::= [a-c] [0-9] " "'
+NUMBERS = r"(\d\d?, ){6}\d"
+
+
+def structured(**kind):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return {"structured_outputs": StructuredOutputsParams(**kind), "ignore_eos": False}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return [text_tokens(i, length) for i, length in PROMPTS]
+
+
+def sampling_of(kinds: list[dict]) -> list:
+    return [params(LENGTH, **{"seed": 3, **(structured(**kind) if kind else {})}) for kind in kinds]
+
+
+def check(engines, prompts, sampling, fits) -> None:
+    """Each leaf wins in turn, beside tokens the grammar forbids; then with the model's own drafts. `fits`: of each request's text."""
+    tree, one_node = engines.tree(), engines.one_node()
+    wanted = generate(one_node, prompts, sampling)
+    tokenizer = tree.get_tokenizer()
+    for request, (tokens, rule) in enumerate(zip(wanted, fits, strict=True)):
+        assert rule(tokenizer.decode(tokens, skip_special_tokens=True)), f"request {request}: {tokenizer.decode(tokens)!r}"
+    ends = [node for node in range(1, len(BUSH)) if node not in BUSH]
+    before = stats(tree)
+    with Script(tree, [p + w for p, w in zip(prompts, wanted, strict=True)], lambda i: (BUSH, ends[i % len(ends)])):
+        assert generate(tree, prompts, sampling) == wanted
+    after = stats(tree)
+    assert after["spine_hits"] - before["spine_hits"] < after["branched"] - before["branched"], "only the chain was accepted"
+    assert generate(tree, prompts, sampling) == wanted
+
+
+def test_regex_choice_and_grammar_in_one_batch(engines, prompts):
+    """A request without a grammar beside them keeps its whole tree as well."""
+    kinds = [{"regex": NUMBERS}, {"choice": ["a cat sat", "a dog", "the end of it"]}, {"grammar": GRAMMAR}, {}]
+    choice = ("a cat sat", "a dog", "the end of it").__contains__
+    item = re.compile(r"([a-c][0-9] )*([a-c][0-9]?)?\.?")
+    number = re.compile(r"(\d\d?(, ?)?)*")
+    fits = [lambda text: bool(number.fullmatch(text)), choice, lambda text: bool(item.fullmatch(text)), lambda text: True]
+    check(engines, prompts, sampling_of(kinds), fits)
+
+
+def test_json_greedy_and_sampled(engines, prompts):
+    """A schema, greedy and at two temperatures, and any object; texts are whole or cut off by the limit."""
+
+    def whole(text: str) -> bool:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return text.lstrip().startswith("{")
+        return set(value) == {"name", "n"} and 0 <= value["n"] <= 99
+
+    sampling = sampling_of([{"json": SCHEMA}] * 3 + [{"json_object": True}])
+    sampling[1].temperature, sampling[2].temperature = 0.8, 1.3
+    check(engines, prompts, sampling, [whole, whole, whole, lambda text: text.lstrip().startswith("{")])
+
+
+def test_a_grammar_with_penalties_and_logprobs(engines, prompts):
+    """Masks of a path and penalties of a path meet in one row; two of the requests also equal themselves alone."""
+    sampling = sampling_of([{"regex": NUMBERS}, {"grammar": GRAMMAR}, {}, {"json": SCHEMA}])
+    sampling[0].frequency_penalty, sampling[1].presence_penalty, sampling[1].temperature = 0.9, 1.0, 0.7
+    sampling[2].repetition_penalty, sampling[3].logprobs = 1.4, 2
+    check(engines, prompts, sampling, [lambda text: True] * 4)
+    wanted = generate(engines.one_node(), prompts, sampling)
+    for request in (0, 3):
+        assert generate(engines.tree(), prompts[request : request + 1], sampling[request]) == wanted[request : request + 1]
+
+
+def test_without_asynchronous_scheduling(engines, prompts):
+    sampling = sampling_of([{"regex": NUMBERS}, {"json": SCHEMA}, {}, {"grammar": GRAMMAR}])
+    tree = engines.tree(async_scheduling=False)
+    before = stats(tree)
+    assert generate(tree, prompts, sampling) == generate(engines.one_node(), prompts, sampling)
+    assert stats(tree)["accepted"] > before["accepted"]
+
+
+def test_a_grammar_that_begins_behind_reasoning(engines, prompts):
+    """A reasoning parser of words that the model says: free text up to the end word, then the grammar, both inside trees."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
+
+    class Words(BaseThinkingReasoningParser):
+        start_token, end_token = "import", "self"
+
+    ReasoningParserManager.register_module("bole_test_words", force=True, module=Words)
+    options = {"structured_outputs_config": {"reasoning_parser": "bole_test_words"}}
+    tree, one_node = engines.tree(**options), engines.one_node(**options)
+    [begin], [end] = (tree.get_tokenizer().encode(word) for word in ("import", "self"))
+    begun = [[*prompt, begin] for prompt in prompts]
+    sampling = sampling_of([{"regex": NUMBERS}, {"grammar": GRAMMAR}, {}, {"regex": NUMBERS}])
+    wanted = generate(one_node, begun, sampling)
+    assert 0 < wanted[3].index(end) < len(wanted[3]) - 8, "the last request's reasoning ends, and digits follow"
+    assert end not in wanted[0], "the first one's does not"
+    with Script(tree, [p + w for p, w in zip(begun, wanted, strict=True)], lambda i: (BUSH, [4, 7, 5, 6][i % 4])):
+        assert generate(tree, begun, sampling) == wanted
+    before = stats(tree)
+    assert generate(tree, begun, sampling) == wanted
+    assert stats(tree)["accepted"] > before["accepted"]
+
+
+def test_the_reference_is_vllm_itself(engines, prompts):
+    """Trees of one node under a grammar against the engine without Bole."""
+    sampling = sampling_of([{"regex": NUMBERS}, {"json": SCHEMA}, {"grammar": GRAMMAR}, {"choice": ["a cat sat", "a dog"]}])
+    assert generate(engines.one_node(), prompts, sampling) == generate(engines.stock(), prompts, sampling)
