@@ -39,7 +39,7 @@ def async_scheduling():
 def llm(engines):
     with async_scheduling():
         llm = engines.tree(prefix_cache_retention_interval=None, **CACHE)
-    assert type(llm.llm_engine.engine_core.engine_core.scheduler).__name__ == "AsyncScheduler"
+    assert type(llm.llm_engine.engine_core.engine_core.scheduler).__name__ == "TreeAsyncScheduler"
     assert llm.llm_engine.vllm_config.cache_config.block_size == BLOCK
     assert stats(llm)["mamba_cache_mode"] == "align"
     return llm
@@ -88,7 +88,7 @@ def test_async_scheduling(engines):
     """Drafts never visit the host; rows join and leave (5 requests, 3 at a time)."""
     with async_scheduling():
         llm = engines.tree(fresh=True, max_num_seqs=3)
-    assert type(llm.llm_engine.engine_core.engine_core.scheduler).__name__ == "AsyncScheduler"
+    assert type(llm.llm_engine.engine_core.engine_core.scheduler).__name__ == "TreeAsyncScheduler"
     prompts = [text_tokens(i, 15 + 9 * i) for i in range(5)]
     sampling = [params(8 + i, temperature=0.8 * (i % 2), seed=i) for i in range(5)]
     assert generate(llm, prompts, sampling) == generate(engines.tree(), prompts, sampling)

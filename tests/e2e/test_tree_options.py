@@ -104,5 +104,5 @@ def test_settings_of_a_slots_last_owner_are_gone(engines, prompts):
     """Requests with and without options one after the other in the same slots."""
     tree, one_node = engines.tree(), engines.one_node()
     for options in (OPTIONS["penalties"], [{}] * 4, OPTIONS["mixed"][::-1]):
-        sampling = [params(8, **{"seed": 3, **one}) for one in options]
+        sampling = [params(12, **{"seed": 3, **one}) for one in options]
         assert generate(tree, prompts, sampling) == generate(one_node, prompts, sampling)
