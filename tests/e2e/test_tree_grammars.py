@@ -8,7 +8,7 @@ import re
 import pytest
 from e2e_helpers import PROMPTS, Script, generate, params, stats, text_tokens
 
-LENGTH = 20
+LENGTH = 12
 BUSH = [-1, 0, 0, 0, 1, 1, 2, 3]
 SCHEMA = {
     "type": "object",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from e2e_helpers import PROMPTS, Script, generate, params, stats, text_tokens
 
-LENGTH = 16
+LENGTH = 12
 TOPOLOGIES = {"comb": [-1, 0, 1, 2, 0, 1, 2, 3], "bush": [-1, 0, 0, 0, 1, 1, 2, 3]}
 # a word the model likes to say, as the start of reasoning, and what is forced in its place
 REASONING = {"reasoning_config": {"reasoning_start_str": "self", "reasoning_end_str": "return None"}}

@@ -44,8 +44,10 @@ def uniforms(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
 
 
 def samples(logits: torch.Tensor, seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """One of the row's distribution each: logits [rows, V] at temperature 1, seed and position [rows]. What is largest with Gumbel noise, as
-    in vllm.v1.worker.gpu.sample.gumbel."""
+    """One of the row's distribution each: logits [rows, V] at temperature 1, seed and position [rows].
+
+    What is largest with Gumbel noise, as in vllm.v1.worker.gpu.sample.gumbel.
+    """
     return (logits - torch.log(-torch.log1p(-uniforms(seed, position)))).argmax(1)
 
 

@@ -1,0 +1,96 @@
+"""What ends a request, multiplies it or reports on it, where several tokens arrive in one round: as in plain decoding."""
+
+from __future__ import annotations
+
+import pytest
+from e2e_helpers import PROMPTS, Script, generate, params, text_tokens
+
+CHAIN = [-1, 0, 1, 2, 3, 4, 5, 6]
+# logits are bfloat16: a unit of those up to 16 is 1/16, and two engines' rows may round differently
+TOLERANCE = 0.13
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return [text_tokens(i, length) for i, length in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def greedy(engines, prompts) -> list[list[int]]:
+    return generate(engines.one_node(), prompts, params(24))
+
+
+def serve(llm, prompts, sampling) -> list:
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+
+
+def ends(outputs) -> list[tuple]:
+    return [(list(c.token_ids), c.text, c.finish_reason, c.stop_reason) for output in outputs for c in output.outputs]
+
+
+def always_right(llm, prompts, tokens) -> Script:
+    """Every round accepts a whole chain of seven drafts."""
+    return Script(llm, [p + t for p, t in zip(prompts, tokens, strict=True)], lambda _round: (CHAIN, 7))
+
+
+def test_limits_and_stops_inside_a_path(engines, prompts, greedy):
+    """Eight tokens a round: a limit, a stop token, a stop string that spans two tokens, and the end of the text, each amid a path."""
+    tree, one_node = engines.tree(), engines.one_node()
+    decode = tree.get_tokenizer().decode
+    for at in (4, 9):
+        spanning = decode(greedy[2][at : at + 2])[1:-1] or decode(greedy[2][at : at + 2])
+        sampling = [
+            params(at),
+            params(24, stop_token_ids=[greedy[1][at]]),
+            params(24, stop=[spanning], include_stop_str_in_output=at == 9),
+            params(24, stop=[spanning, decode(greedy[3][at : at + 1])], min_tokens=at + 2, logit_bias={greedy[3][at]: 3.0}),
+        ]
+        wanted = ends(serve(one_node, prompts, sampling))
+        assert len(wanted[0][0]) == at and wanted[1][2] == wanted[2][2] == "stop"
+        with always_right(tree, prompts, greedy):
+            assert ends(serve(tree, prompts, sampling)) == wanted
+        assert ends(serve(tree, prompts, sampling)) == wanted
+
+
+def test_several_samples_and_allowed_tokens(engines, prompts):
+    """n = 3 under one seed, tokens allowed to one request alone, a fixed end of text; seeds 5 to 8."""
+    allowed = list(range(200, 400))
+    sampling = [
+        params(12, temperature=0.9, seed=5, n=3),
+        params(12, temperature=0.7, seed=6, allowed_token_ids=allowed),
+        params(12, temperature=2.0, seed=7, top_k=50),
+        params(12, temperature=1.0, seed=8, top_p=0.8, min_p=0.02, ignore_eos=False),
+    ]
+    found = ends(serve(engines.tree(), prompts, sampling))
+    assert found == ends(serve(engines.one_node(), prompts, sampling))
+    assert len({tuple(tokens) for tokens, *_ in found[:3]}) == 3 and set(found[3][0]) <= set(allowed)
+
+
+def test_logprobs_are_those_of_teacher_forcing(engines, prompts, greedy):
+    """Of accepted, corrected and bonus tokens, greedy and sampled; the prompt's own as well."""
+    tree, one_node = engines.tree(), engines.one_node()
+    sampling = [params(16, logprobs=3, prompt_logprobs=2, temperature=0.8 * (i % 2), seed=20 + i) for i in range(4)]
+    outputs = serve(tree, prompts, sampling)
+    for output, prompt in zip(outputs, prompts, strict=True):
+        tokens, found = list(output.outputs[0].token_ids), output.outputs[0].logprobs
+        [forced] = serve(one_node, [[*prompt, *tokens]], params(1, prompt_logprobs=3))
+        assert len(found) == 16 and all(token in place for token, place in zip(tokens, found))
+        for at, place in enumerate(found):
+            expected = forced.prompt_logprobs[len(prompt) + at]
+            assert place[tokens[at]].logprob == pytest.approx(expected[tokens[at]].logprob, abs=TOLERANCE)
+            best = max(expected, key=lambda token: expected[token].logprob)
+            assert place[best].logprob == pytest.approx(expected[best].logprob, abs=TOLERANCE), f"token {at}"
+        for ours, theirs in zip(output.prompt_logprobs[1:], forced.prompt_logprobs[1:]):
+            assert all(ours[t].logprob == pytest.approx(theirs[t].logprob, abs=TOLERANCE) for t in ours.keys() & theirs.keys())
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits"])
+def test_logprobs_modes(engines, prompts, mode):
+    """What is reported follows the mode, with the same tokens; top_k makes the processed ones differ from the raw ones."""
+    sampling = [params(8, logprobs=4, temperature=0.7, seed=30 + i, top_k=3 + i) for i in range(4)]
+    tree, plain = (serve(llm, prompts, sampling) for llm in (engines.tree(logprobs_mode=mode), engines.one_node(logprobs_mode=mode)))
+    assert ends(tree) == ends(plain)
+    for ours, theirs in zip(tree, plain, strict=True):
+        for a, b in zip(ours.outputs[0].logprobs, theirs.outputs[0].logprobs, strict=True):
+            for token in [t for t in b if t in a and b[t].logprob > -30]:
+                assert a[token].logprob == pytest.approx(b[token].logprob, abs=TOLERANCE if mode != "raw_logits" else 0.26)
