@@ -163,21 +163,3 @@ def test_draft_vocab(engines, prompts, greedy, source, tmp_path_factory):
     else:
         served = {token for g in greedy for token in g}
         assert len(allowed) == 256 and len(served & allowed) > 0.9 * len(served), "the vocabulary follows what was served"
-
-
-def test_sampling_options_in_one_batch(engines, prompts):
-    """Penalties (on the chain only), top-k and top-p under a seed, bad words, logprobs: each as in plain decoding."""
-    sampling = [
-        params(12, repetition_penalty=1.5, frequency_penalty=0.7),
-        params(12, temperature=0.8, top_k=20, top_p=0.9, seed=51),
-        params(12, bad_words=["self"]),
-        params(12, logprobs=2),
-    ]
-    requests = [{"prompt_token_ids": p} for p in prompts]
-    tree, plain = (llm.generate(requests, sampling, use_tqdm=False) for llm in (engines.tree(), engines.one_node()))
-    assert [list(o.outputs[0].token_ids) for o in tree] == [list(o.outputs[0].token_ids) for o in plain]
-    ours, theirs = tree[3].outputs[0].logprobs, plain[3].outputs[0].logprobs
-    assert len(ours) == len(theirs) == 12
-    for a, b in zip(ours, theirs):
-        best = max(b, key=lambda token: b[token].logprob)
-        assert a[best].logprob == pytest.approx(b[best].logprob, abs=0.05)

@@ -49,7 +49,6 @@ def test_limits_and_stops_inside_a_path(engines, prompts, greedy):
         assert len(wanted[0][0]) == at and wanted[1][2] == wanted[2][2] == "stop"
         with always_right(tree, prompts, greedy):
             assert ends(serve(tree, prompts, sampling)) == wanted
-        assert ends(serve(tree, prompts, sampling)) == wanted
 
 
 def test_several_samples_and_allowed_tokens(engines, prompts):

@@ -35,8 +35,8 @@ def sampling_of(kinds: list[dict]) -> list:
     return [params(LENGTH, **{"seed": 3, **(structured(**kind) if kind else {})}) for kind in kinds]
 
 
-def check(engines, prompts, sampling, fits) -> None:
-    """Each leaf wins in turn, beside tokens the grammar forbids; then with the model's own drafts. `fits`: of each request's text."""
+def check(engines, prompts, sampling, fits) -> list[list[int]]:
+    """Each leaf wins in turn, beside tokens the grammar forbids; returns the tokens. `fits`: of each request's text."""
     tree, one_node = engines.tree(), engines.one_node()
     wanted = generate(one_node, prompts, sampling)
     tokenizer = tree.get_tokenizer()
@@ -48,7 +48,7 @@ def check(engines, prompts, sampling, fits) -> None:
         assert generate(tree, prompts, sampling) == wanted
     after = stats(tree)
     assert after["spine_hits"] - before["spine_hits"] < after["branched"] - before["branched"], "only the chain was accepted"
-    assert generate(tree, prompts, sampling) == wanted
+    return wanted
 
 
 def test_regex_choice_and_grammar_in_one_batch(engines, prompts):
@@ -77,14 +77,12 @@ def test_json_greedy_and_sampled(engines, prompts):
 
 
 def test_a_grammar_with_penalties_and_logprobs(engines, prompts):
-    """Masks of a path and penalties of a path meet in one row; two of the requests also equal themselves alone."""
+    """Masks of a path and penalties of a path meet in one row; the first request also equals itself alone, with the model's own drafts."""
     sampling = sampling_of([{"regex": NUMBERS}, {"grammar": GRAMMAR}, {}, {"json": SCHEMA}])
     sampling[0].frequency_penalty, sampling[1].presence_penalty, sampling[1].temperature = 0.9, 1.0, 0.7
     sampling[2].repetition_penalty, sampling[3].logprobs = 1.4, 2
-    check(engines, prompts, sampling, [lambda text: True] * 4)
-    wanted = generate(engines.one_node(), prompts, sampling)
-    for request in (0, 3):
-        assert generate(engines.tree(), prompts[request : request + 1], sampling[request]) == wanted[request : request + 1]
+    wanted = check(engines, prompts, sampling, [lambda text: True] * 4)
+    assert generate(engines.tree(), prompts[:1], sampling[0]) == wanted[:1]
 
 
 def test_without_asynchronous_scheduling(engines, prompts):
@@ -114,9 +112,6 @@ def test_a_grammar_that_begins_behind_reasoning(engines, prompts):
     assert end not in wanted[0], "the first one's does not"
     with Script(tree, [p + w for p, w in zip(begun, wanted, strict=True)], lambda i: (BUSH, [4, 7, 5, 6][i % 4])):
         assert generate(tree, begun, sampling) == wanted
-    before = stats(tree)
-    assert generate(tree, begun, sampling) == wanted
-    assert stats(tree)["accepted"] > before["accepted"]
 
 
 def test_the_reference_is_vllm_itself(engines, prompts):

@@ -31,6 +31,12 @@ def prompts() -> list[list[int]]:
     return [text_tokens(i, length) for i, length in PROMPTS]
 
 
+@pytest.fixture(scope="module")
+def plain(engines, prompts) -> list[list[int]]:
+    """What the requests say without options."""
+    return generate(engines.one_node(), prompts, params(LENGTH))
+
+
 def words_of(llm, tokens: list[int]) -> list[str]:
     """Two words of a text, of one and of two tokens, that vLLM bans by just these tokens."""
     tokenizer = llm.get_tokenizer()
@@ -62,28 +68,18 @@ def check(tree, one_node, prompts: list[list[int]], options: list[dict], parents
 
 
 @pytest.mark.parametrize("name,topology", [("penalties", "comb"), ("mixed", "bush")])
-def test_each_leaf_wins_in_turn(engines, prompts, name, topology):
+def test_each_leaf_wins_in_turn(engines, prompts, plain, name, topology):
     """Seeds 3, 5, 7, 51; different options side by side in one batch."""
-    plain = generate(engines.one_node(), prompts, params(LENGTH))
     found = check(engines.tree(), engines.one_node(), prompts, OPTIONS[name], TOPOLOGIES[topology])
     assert found[0] != plain[0], "the option has no effect"
 
 
-def test_words_that_a_path_would_complete(engines, prompts):
+def test_words_that_a_path_would_complete(engines, prompts, plain):
     """Of one and of two tokens, from what each request says without the ban; the last request has none."""
-    plain = generate(engines.one_node(), prompts, params(LENGTH))
     words = [words_of(engines.one_node(), tokens) for tokens in plain]
     options = [{"bad_words": words[0]}, {"bad_words": words[1][1:]}, {"bad_words": words[2], "temperature": 0.7, "seed": 5}, {}]
     found = check(engines.tree(), engines.one_node(), prompts, options, TOPOLOGIES["bush"])
     assert found[0] != plain[0] and found[1] != plain[1] and found[3] == plain[3]
-
-
-def test_with_the_models_own_drafts(engines, prompts):
-    """As `LLM.generate` runs it, and every request alone as well."""
-    sampling = [params(LENGTH, **{"seed": 3, **one}) for one in OPTIONS["mixed"]]
-    wanted = generate(engines.one_node(), prompts, sampling)
-    assert generate(engines.tree(), prompts, sampling) == wanted
-    assert [generate(engines.tree(), [p], [s])[0] for p, s in zip(prompts, sampling, strict=True)] == wanted
 
 
 def test_a_thinking_budget_runs_out_inside_a_tree(engines, prompts):
@@ -91,18 +87,19 @@ def test_a_thinking_budget_runs_out_inside_a_tree(engines, prompts):
     tree, one_node = engines.tree(**REASONING), engines.one_node(**REASONING)
     [start] = one_node.llm_engine.vllm_config.reasoning_config.reasoning_start_token_ids
     begun = [[*prompt, start] for prompt in prompts]
-    for topology in TOPOLOGIES.values():
-        options = [{"thinking_token_budget": n} for n in (0, 2, 5)] + [{}]
-        found = check(tree, one_node, begun, options, topology)
-        end = one_node.llm_engine.vllm_config.reasoning_config.reasoning_end_token_ids
-        assert len(end) > 1
-        for tokens, budget in zip(found, (0, 2, 5)):
-            assert tokens[budget : budget + len(end)] == end
+    options = [{"thinking_token_budget": n} for n in (0, 2, 5)] + [{}]
+    found = check(tree, one_node, begun, options, TOPOLOGIES["bush"])
+    end = one_node.llm_engine.vllm_config.reasoning_config.reasoning_end_token_ids
+    assert len(end) > 1
+    for tokens, budget in zip(found, (0, 2, 5)):
+        assert tokens[budget : budget + len(end)] == end
 
 
-def test_settings_of_a_slots_last_owner_are_gone(engines, prompts):
-    """Requests with and without options one after the other in the same slots."""
+def test_the_models_own_drafts_in_used_slots(engines, prompts):
+    """As `LLM.generate` runs it; other options, and then one request alone, in the slots of the batch before."""
     tree, one_node = engines.tree(), engines.one_node()
-    for options in (OPTIONS["penalties"], [{}] * 4, OPTIONS["mixed"][::-1]):
-        sampling = [params(12, **{"seed": 3, **one}) for one in options]
-        assert generate(tree, prompts, sampling) == generate(one_node, prompts, sampling)
+    for options in (OPTIONS["penalties"], OPTIONS["mixed"][::-1]):
+        sampling = [params(LENGTH, **{"seed": 3, **one}) for one in options]
+        wanted = generate(one_node, prompts, sampling)
+        assert generate(tree, prompts, sampling) == wanted
+    assert generate(tree, prompts[3:], sampling[3]) == wanted[3:]
