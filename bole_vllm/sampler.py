@@ -74,9 +74,10 @@ class TreeSampler(RejectionSampler):
         sampled, processed = [], []
         for start, end in _iter_request_chunks(cu, get_max_chunk_logits(logits.shape[1])):
             lo, hi = int(cu[start]), int(cu[end])
-            self.current.rows = PathRows.of_round(
-                self.model_state.full_forest, input_batch.cu_num_logits, input_batch.idx_mapping, start, end, lo
-            )
+            if self.sampler.needs_logits_processing[input_batch.idx_mapping_np[start:end]].any():  # what reads the rows is called then only
+                self.current.rows = PathRows.of_round(
+                    self.model_state.full_forest, input_batch.cu_num_logits, input_batch.idx_mapping, start, end, lo
+                )
             tokens, scores = self.sampler.sample(
                 logits[lo:hi], input_batch.expanded_idx_mapping[lo:hi], input_batch.idx_mapping[start:end],
                 input_batch.idx_mapping_np[start:end], pos[lo:hi], input_ids[lo:hi], input_batch.expanded_local_pos[lo:hi],
