@@ -27,10 +27,10 @@ class CurrentRows:
     rows: PathRows | None = None
 
 
-class TreePenalties(LogitsProcessor):
-    """Repetition, frequency and presence penalties."""
+class TreeProcessor(LogitsProcessor):
+    """Around one of vLLM's, which keeps its state and its settings."""
 
-    def __init__(self, inner: PenaltiesState, current: CurrentRows) -> None:
+    def __init__(self, inner: LogitsProcessor, current: CurrentRows) -> None:
         self.inner, self.current = inner, current
 
     def add_request(self, req_idx, sampling_params) -> bool:
@@ -38,6 +38,12 @@ class TreePenalties(LogitsProcessor):
 
     def apply_staged_writes(self) -> None:
         self.inner.apply_staged_writes()
+
+
+class TreePenalties(TreeProcessor):
+    """Repetition, frequency and presence penalties."""
+
+    inner: PenaltiesState
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         rows, inner = self.current.rows, self.inner
@@ -51,17 +57,10 @@ class TreePenalties(LogitsProcessor):
         return logits
 
 
-class TreeBadWords(LogitsProcessor):
+class TreeBadWords(TreeProcessor):
     """Words that must not be completed."""
 
-    def __init__(self, inner: BadWordsState, current: CurrentRows) -> None:
-        self.inner, self.current = inner, current
-
-    def add_request(self, req_idx, sampling_params) -> bool:
-        return self.inner.add_request(req_idx, sampling_params)
-
-    def apply_staged_writes(self) -> None:
-        self.inner.apply_staged_writes()
+    inner: BadWordsState
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         rows, inner, requests = self.current.rows, self.inner, self.inner.req_states
