@@ -128,12 +128,12 @@ class TreeFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         # vLLM's own plan has such a buffer where graphs are captured: replays read it at a fixed address
         causal_plan = getattr(self, "scheduler_metadata", None)
         self._prefix_plan = None if causal_plan is None else torch.zeros_like(causal_plan)
-        self._most_splits = self.max_num_splits
+        self._most_splits, self._multiprocessors = self.max_num_splits, num_compute_units(self.device.index or 0)
 
     def build(self, common_prefix_len, common_attn_metadata, *args, **kwargs) -> TreeFlashMetadata:
-        m = common_attn_metadata
-        self.max_num_splits = bound_splits(self._most_splits, m.num_reqs, self.num_heads_kv, num_compute_units(self.device.index or 0))
-        metadata = super().build(common_prefix_len, m, *args, **kwargs)
+        num_reqs = common_attn_metadata.num_reqs
+        self.max_num_splits = bound_splits(self._most_splits, num_reqs, self.num_heads_kv, self._multiprocessors)
+        metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         return TreeFlashMetadata(**vars(metadata), scheduler=self.schedule_prefix)
 
     def schedule_prefix(self, metadata: FlashAttentionMetadata, tree: TreeRows) -> torch.Tensor | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput
@@ -94,7 +93,7 @@ class TreeGrammars:
             return len(tokens)
         chain = manager.validate_tokens(request, tree.spine() if known else [])
         padded = {request_id: chain + [PAD] * (len(tokens) - len(chain))} if tokens else {}
-        own: np.ndarray = manager.grammar_bitmask(self.requests, [request_id], padded)
+        own = manager.grammar_bitmask(self.requests, [request_id], padded)
         masks[: len(tokens) + 1].copy_(torch.from_numpy(own))
         return len(chain)
 

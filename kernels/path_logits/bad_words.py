@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .rows import PathRows, row_of
+from .rows import PathRows, row_of, token_at
 
 
 @triton.jit(do_not_specialize=["first_row"])
@@ -44,14 +44,9 @@ def path_bad_words_kernel(
         p_word = p_words + slot * stride_words
         place = total + depth - (last - begin)
         match = place >= tl.load(p_prompt_len + slot)
-        for i in range(last - begin):
-            at = place + i
-            committed = at < total
-            token = tl.load(p_committed + slot * stride_committed + at, mask=match & committed, other=-1)
-            m_draft = match & (at >= total)
-            node = tl.load(p_path + (first + i_n) * stride_path + at - total + 1, mask=m_draft, other=0)
-            token = tl.where(committed, token, tl.load(p_token + first + node, mask=m_draft, other=-1))
-            match = match & (token == tl.load(p_word + begin + i))
+        p_of_request, p_of_node = p_committed + slot * stride_committed, p_path + (first + i_n) * stride_path
+        for i in range(tl.where(match, last - begin, 0)):
+            match = match & (token_at(p_of_request, p_of_node, p_token + first, total, place + i) == tl.load(p_word + begin + i))
         tl.store(p_logits + row * stride_logits + tl.load(p_word + last), float("-inf"), mask=match)
 
 

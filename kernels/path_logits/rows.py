@@ -69,3 +69,12 @@ def draft_at(p_token, p_path, stride_path, first, i_n, o_depth, mask):
     """Tokens at the depths of a node's path, -1 off the mask and at pads."""
     b_node = tl.load(p_path + (first + i_n) * stride_path + o_depth, mask=mask, other=0)
     return tl.load(p_token + first + b_node, mask=mask, other=-1)
+
+
+@device_function
+def token_at(p_committed, p_path, p_token, total, position):
+    """The token at a position of the committed tokens and then of the path. p_path: the node's, p_token: its request's nodes'."""
+    committed = position < total
+    node = tl.load(p_path + position - total + 1, mask=position >= total, other=0)
+    draft = tl.load(p_token + node, mask=position >= total, other=-1)
+    return tl.where(committed, tl.load(p_committed + position, mask=committed, other=-1), draft)

@@ -7,19 +7,10 @@ import triton
 import triton.language as tl
 
 from ..precision import device_function
-from .rows import PathRows, row_of
+from .rows import PathRows, row_of, token_at
 
 # vLLM's own
 FORCED = tl.constexpr(1.0e9)
-
-
-@device_function
-def token_at(p_committed, p_path, p_token, total, position):
-    """The token at a position of the committed tokens and then of the path. p_path: the node's, p_token: its request's nodes'."""
-    committed = position < total
-    node = tl.load(p_path + position - total + 1, mask=position >= total, other=0)
-    draft = tl.load(p_token + node, mask=position >= total, other=-1)
-    return tl.where(committed, tl.load(p_committed + position, mask=committed, other=-1), draft)
 
 
 @device_function

@@ -16,7 +16,7 @@ os.environ.update(
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB per engine; these engines stay alive side by side
 
 import pytest
-from e2e_helpers import MODEL
+from e2e_helpers import MODEL, PROMPTS, text_tokens
 
 
 class Engines:
@@ -79,3 +79,8 @@ def engines():
     made = Engines()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    return [text_tokens(i, length) for i, length in PROMPTS]

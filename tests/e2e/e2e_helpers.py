@@ -30,6 +30,11 @@ def text_tokens(index: int, length: int, start: int = 0) -> list[int]:
     return ids[start : start + length]
 
 
+def leaves(parents: list[int]) -> list[int]:
+    """Nodes of a tree without children."""
+    return [node for node in range(1, len(parents)) if node not in parents]
+
+
 def params(max_tokens: int, temperature: float = 0.0, seed: int = 11, **kwargs):
     from vllm import SamplingParams
 

@@ -15,11 +15,6 @@ def always_right(_round):
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return [text_tokens(i, length) for i, length in PROMPTS]
-
-
-@pytest.fixture(scope="module")
 def greedy(engines, prompts) -> list[list[int]]:
     return settled(engines.one_node(), prompts, 32)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from e2e_helpers import PROMPTS, Script, generate, params, settled, stats, text_tokens
+from e2e_helpers import Script, generate, leaves, params, settled, stats, text_tokens
 
 T = 8
 LENGTH = 32
@@ -14,15 +14,6 @@ TOPOLOGIES = {
     "bush": [-1, 0, 0, 0, 1, 1, 2, 3],
     "chain": [-1, 0, 1, 2, 3, 4, 5, 6],
 }
-
-
-def leaves(parents: list[int]) -> list[int]:
-    return [node for node in range(1, len(parents)) if node not in parents]
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return [text_tokens(i, length) for i, length in PROMPTS]
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-import pytest
-from e2e_helpers import PROMPTS, Script, generate, params, stats, text_tokens
+from e2e_helpers import Script, generate, leaves, params, stats
 
 LENGTH = 12
 BUSH = [-1, 0, 0, 0, 1, 1, 2, 3]
@@ -26,11 +25,6 @@ def structured(**kind):
     return {"structured_outputs": StructuredOutputsParams(**kind), "ignore_eos": False}
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return [text_tokens(i, length) for i, length in PROMPTS]
-
-
 def sampling_of(kinds: list[dict]) -> list:
     return [params(LENGTH, **{"seed": 3, **(structured(**kind) if kind else {})}) for kind in kinds]
 
@@ -42,7 +36,7 @@ def check(engines, prompts, sampling, fits) -> list[list[int]]:
     tokenizer = tree.get_tokenizer()
     for request, (tokens, rule) in enumerate(zip(wanted, fits, strict=True)):
         assert rule(tokenizer.decode(tokens, skip_special_tokens=True)), f"request {request}: {tokenizer.decode(tokens)!r}"
-    ends = [node for node in range(1, len(BUSH)) if node not in BUSH]
+    ends = leaves(BUSH)
     before = stats(tree)
     with Script(tree, [p + w for p, w in zip(prompts, wanted, strict=True)], lambda i: (BUSH, ends[i % len(ends)])):
         assert generate(tree, prompts, sampling) == wanted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from e2e_helpers import PROMPTS, Script, generate, params, stats, text_tokens
+from e2e_helpers import Script, generate, leaves, params, stats
 
 LENGTH = 12
 TOPOLOGIES = {"comb": [-1, 0, 1, 2, 0, 1, 2, 3], "bush": [-1, 0, 0, 0, 1, 1, 2, 3]}
@@ -27,11 +27,6 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return [text_tokens(i, length) for i, length in PROMPTS]
-
-
-@pytest.fixture(scope="module")
 def plain(engines, prompts) -> list[list[int]]:
     """What the requests say without options."""
     return generate(engines.one_node(), prompts, params(LENGTH))
@@ -48,10 +43,6 @@ def words_of(llm, tokens: list[int]) -> list[str]:
 
     pieces = [[tokens[i : i + size] for i in range(2, len(tokens) - size)] for size in (1, 2)]
     return [next(text for piece in of_size if (text := tokenizer.decode(piece)).strip() and piece in banned(text)) for of_size in pieces]
-
-
-def leaves(parents: list[int]) -> list[int]:
-    return [node for node in range(1, len(parents)) if node not in parents]
 
 
 def check(tree, one_node, prompts: list[list[int]], options: list[dict], parents: list[int]) -> list[list[int]]:
