@@ -24,5 +24,6 @@ BENCHMARKS = {
     for benchmark in (
         Benchmark("kernels", "every kernel of a verify round against its floor and its baselines, one GPU", "benchmarks.kernels"),
         Benchmark("offline", "engines end to end: plain decoding, MTP chains and trees on the same prompts", "benchmarks.offline"),
+        Benchmark("sampling", "what each sampling option costs in a tree's round", "benchmarks.sampling"),
     )
 }
