@@ -23,7 +23,7 @@ from bole_vllm.kernels.commit import block_targets, in_place_targets
 from bole_vllm.kernels.kv_move import KVTable, move_kv
 from bole_vllm.kernels.topology import begin_round, tree_positions
 from bole_vllm.metrics import TreeStats
-from bole_vllm.sampler import TreeSampler, needs_chain
+from bole_vllm.sampler import TreeSampler
 from bole_vllm.state_cache import RoundFactors, memory_advice
 
 logger = init_logger("vllm.bole")
@@ -54,8 +54,6 @@ class TreeModelState(MambaHybridModelState):
         self.path_len = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         # [max_num_reqs] what `is_tree` is where no request is in its prompt
         self.all_trees = torch.ones(self.max_num_reqs, dtype=torch.bool, device=device)
-        # [max_num_reqs + 1] by request slot: only the top-1 chain may be accepted (see sampler.needs_chain); on the host
-        self.chain_only_np = np.zeros(self.max_num_reqs + 1, dtype=bool)
         layers = get_layers_from_vllm_config(vllm_config, TreeGatedDeltaNet)
         self.factors = RoundFactors(list(layers.values()), self.full_forest, self.config, self.dtype, device)
         self.gdn_layer_names = list(layers)
@@ -76,7 +74,6 @@ class TreeModelState(MambaHybridModelState):
         self.trees.reset(req_index)
         if self.count_prompt is not None:
             self.count_prompt(new_req_data.prompt_token_ids)
-        self.chain_only_np[req_index] = needs_chain(new_req_data.sampling_params, self.model_config)
 
     # -- start-up ------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""vLLM's logits processors that look at earlier tokens, for rows that are tree nodes.
+"""vLLM's logits processors for rows that are tree nodes.
 
 vLLM takes the rows before a row for its predecessors, which holds on a chain. Here each processor keeps its state and its settings, and a
 node's row sees the drafts on the node's own path: never a sibling's, never another branch's.
@@ -6,10 +6,14 @@ node's row sees the drafts on the node's own path: never a sibling's, never anot
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -22,22 +26,70 @@ NOWHERE = -(2**30)
 
 
 class CurrentRows:
-    """The tree rows of the logits at hand, while a tree sampler works on them; None: rows as vLLM knows them."""
+    """What a tree sampler and its processors tell each other: the tree rows of the logits at hand, and notes on requests by their slot."""
 
-    rows: PathRows | None = None
+    def __init__(self, max_num_reqs: int) -> None:
+        # while a tree sampler works on them; None: rows as vLLM knows them
+        self.rows: PathRows | None = None
+        # a processor changes the request's logits; only the top-1 chain may be accepted, see CustomProcessor. On the host
+        self.processed_np = np.zeros(max_num_reqs + 1, dtype=bool)
+        self.chain_only_np = np.zeros(max_num_reqs + 1, dtype=bool)
+
+    @contextmanager
+    def at(self, rows: PathRows) -> Iterator[None]:
+        """While the logits at hand are these rows'."""
+        self.rows = rows
+        try:
+            yield
+        finally:
+            self.rows = None
+
+    def begin(self, req_idx: int) -> None:
+        """Forget the slot's earlier request."""
+        self.processed_np[req_idx] = self.chain_only_np[req_idx] = False
 
 
 class TreeProcessor(LogitsProcessor):
-    """Around one of vLLM's, which keeps its state and its settings."""
+    """Around one of vLLM's, which keeps its state and its settings. This one's rows depend on nothing but themselves."""
 
     def __init__(self, inner: LogitsProcessor, current: CurrentRows) -> None:
         self.inner, self.current = inner, current
 
     def add_request(self, req_idx, sampling_params) -> bool:
-        return self.inner.add_request(req_idx, sampling_params)
+        changes = self.inner.add_request(req_idx, sampling_params)
+        self.current.processed_np[req_idx] |= changes
+        return changes
 
     def apply_staged_writes(self) -> None:
         self.inner.apply_staged_writes()
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        return self.inner.apply(logits, ctx)
+
+
+class CustomProcessor(TreeProcessor):
+    """A user's own. It may take the rows before a row for its predecessors, as vLLM lets it. On the top-1 chain, which occupies a request's
+    rows 1, 2, ..., they are: then nothing else is accepted. A class with `independent_rows = True` promises that what it does to a row
+    follows from the row's request, its position, its input token and the committed tokens; it works on whole trees, and finds the number of
+    drafts before a row in `expanded_local_pos`.
+    """
+
+    def __init__(self, inner: LogitsProcessor, current: CurrentRows, total_len: torch.Tensor) -> None:
+        """total_len [max_num_reqs] integers: committed tokens of each slot, on the device."""
+        super().__init__(inner, current)
+        self.total_len = total_len
+        self.independent = bool(getattr(inner, "independent_rows", False))
+
+    def add_request(self, req_idx, sampling_params) -> bool:
+        changes = super().add_request(req_idx, sampling_params)
+        self.current.chain_only_np[req_idx] |= changes and not self.independent
+        return changes
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        if self.current.rows is not None and self.independent:
+            depth = ctx.pos + 1 - self.total_len[ctx.expanded_idx_mapping]
+            ctx = replace(ctx, expanded_local_pos=depth.to(ctx.expanded_local_pos.dtype))
+        return self.inner.apply(logits, ctx)
 
 
 class TreePenalties(TreeProcessor):
@@ -83,6 +135,13 @@ class TreeThinkingBudget:
     def __getattr__(self, name: str):
         return getattr(self.inner, name)
 
+    def add_request(self, req_idx, sampling_params) -> bool:
+        """vLLM asks this one before the processors."""
+        self.current.begin(req_idx)
+        changes = self.inner.add_request(req_idx, sampling_params)
+        self.current.processed_np[req_idx] |= changes
+        return changes
+
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> None:
         rows, inner = self.current.rows, self.inner
         if rows is None or not inner.enabled or not inner.use_thinking_budget[ctx.idx_mapping_np].any():
@@ -99,10 +158,12 @@ class TreeThinkingBudget:
 
 
 def follow_paths(sampler: Sampler) -> CurrentRows:
-    """Exchange the sampler's processors of that kind; returns what tells them which rows are nodes. Custom processors stay as they are."""
-    current = CurrentRows()
-    kinds = {PenaltiesState: TreePenalties, BadWordsState: TreeBadWords}
-    processors = sampler.logits_processors
-    processors[:] = [kinds[type(one)](one, current) if type(one) in kinds else one for one in processors]
+    """Put one of these around each of the sampler's processors; returns what they and a tree sampler share."""
+    current = CurrentRows(len(sampler.needs_logits_processing))
+    kinds = {LogitBiasState: TreeProcessor, PenaltiesState: TreePenalties, BadWordsState: TreeBadWords}
+    sampler.logits_processors[:] = [
+        kinds[type(one)](one, current) if type(one) in kinds else CustomProcessor(one, current, sampler.req_states.total_len.gpu)
+        for one in sampler.logits_processors
+    ]
     sampler.thinking_budget_state = TreeThinkingBudget(sampler.thinking_budget_state, current)
     return current

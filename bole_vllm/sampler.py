@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
-from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
-from vllm.v1.worker.gpu.sample.output import SamplerOutput
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.output import SamplerOutput, SamplingMaskTensors
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
     _iter_request_chunks,
@@ -18,14 +21,25 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 from bole_vllm.kernels.path_logits import PathRows
 from bole_vllm.kernels.walk import walk_tree
 from bole_vllm.path_processors import follow_paths
+from bole_vllm.path_reports import PathReports, rows_of_paths
 
 
-def needs_chain(params, model_config) -> bool:
-    """Whether a request's logits depend on the flat order of a step's rows, so that only the top-1 chain may be accepted.
+@dataclass(frozen=True)
+class Chunk:
+    """Some requests of a round that follow each other, with their logits."""
 
-    Custom logits processors take the rows before a row for its predecessors. On the chain, which occupies rows 1..d, they are.
-    """
-    return params is not None and bool(model_config.logits_processors)
+    requests: slice
+    logits_rows: slice
+    # [rows, V]
+    logits: torch.Tensor
+    rows: PathRows
+    # what vLLM's sampler is told: the rows' slots, the requests' slots on device and host, then of the rows positions, input tokens and
+    # places in the request, and bounds of the requests' lengths
+    of_sampler: tuple
+
+    @property
+    def slots_np(self) -> np.ndarray:
+        return self.of_sampler[2]
 
 
 class TreeSampler(RejectionSampler):
@@ -40,53 +54,86 @@ class TreeSampler(RejectionSampler):
     def __init__(self, sampler, spec_config, device, model_state) -> None:
         super().__init__(sampler, spec_config, device)
         self.model_state = model_state
-        # which rows are nodes, for the processors that look at earlier tokens
+        # which rows are nodes, for the logits processors, and what these do with a request
         self.current = follow_paths(sampler)
 
     def __call__(self, logits, input_batch, draft_logits=None, invalid_drafts=None) -> SamplerOutput:
         """logits [num_logits, vocab]: one row per tree node, one per prefill row."""
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        max_num_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
-        want_logprobs = max_num_logprobs != NO_LOGPROBS
-        sampled, processed = self._sample_nodes(logits, input_batch, want_logprobs)
+        reports = PathReports(self.sampler, input_batch.idx_mapping_np)
+        chunks = self._chunks(logits, input_batch)
+        sampled, processed = self._sample_nodes(chunks, reports)
         tokens, num_sampled = self._walk(sampled, input_batch, invalid_drafts)
-        logprobs = None
-        if want_logprobs:
-            scored = processed if processed is not None else logits
-            logprobs = self._get_logprobs_tensors(
-                tokens, num_sampled, scored[self._rows_along_path(input_batch, num_sampled)], input_batch.cu_num_logits,
-                input_batch.cu_num_logits_np, max_num_logprobs,
-            )  # fmt: skip
+        logprobs, masks = self._report(chunks, reports, sampled, processed, num_sampled) if reports.wanted else (None, None)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_sampled, input_batch.seq_lens, input_batch.cu_num_logits, input_batch.idx_mapping, self.sampler.req_states.prefill_len.gpu
         )
-        return SamplerOutput(tokens, logprobs, num_nans, num_sampled, num_rejected)
+        return SamplerOutput(tokens, logprobs, num_nans, num_sampled, num_rejected, masks)
 
-    def _sample_nodes(self, logits, input_batch, want_logprobs: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One target sample per logits row, in chunks of whole requests; the processed logits where they are asked for."""
+    def _chunks(self, logits, input_batch) -> list[Chunk]:
+        """The round's requests in parts whose fp32 logits keep vLLM's limit."""
         cu, positions = input_batch.cu_num_logits_np, self.model_state.positions
         # Node positions are L + depth; a row's position is that of the token it reads.
         if int(cu[-1]) == input_batch.num_tokens:  # a logits row for every row, as where no request is in its prompt
             pos, input_ids = positions[: input_batch.num_tokens], input_batch.input_ids[: input_batch.num_tokens]
         else:
             pos, input_ids = positions[input_batch.logits_indices], input_batch.input_ids[input_batch.logits_indices]
-        keep = want_logprobs and self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-        sampled, processed = [], []
+        forest, bounds, found = self.model_state.full_forest, input_batch.seq_lens_cpu_upper_bound.numpy(), []
         for start, end in _iter_request_chunks(cu, get_max_chunk_logits(logits.shape[1])):
             lo, hi = int(cu[start]), int(cu[end])
-            if self.sampler.needs_logits_processing[input_batch.idx_mapping_np[start:end]].any():  # what reads the rows is called then only
-                self.current.rows = PathRows.of_round(
-                    self.model_state.full_forest, input_batch.cu_num_logits, input_batch.idx_mapping, start, end, lo
-                )
-            tokens, scores = self.sampler.sample(
-                logits[lo:hi], input_batch.expanded_idx_mapping[lo:hi], input_batch.idx_mapping[start:end],
-                input_batch.idx_mapping_np[start:end], pos[lo:hi], input_ids[lo:hi], input_batch.expanded_local_pos[lo:hi],
-                input_batch.seq_lens_cpu_upper_bound.numpy()[start:end], return_logprobs=want_logprobs,
+            rows = PathRows.of_round(forest, input_batch.cu_num_logits, input_batch.idx_mapping, start, end, lo)
+            of_sampler = (
+                input_batch.expanded_idx_mapping[lo:hi], input_batch.idx_mapping[start:end], input_batch.idx_mapping_np[start:end],
+                pos[lo:hi], input_ids[lo:hi], input_batch.expanded_local_pos[lo:hi], bounds[start:end],
             )  # fmt: skip
+            found.append(Chunk(slice(start, end), slice(lo, hi), logits[lo:hi], rows, of_sampler))
+        return found
+
+    def _sample_nodes(self, chunks: list[Chunk], reports: PathReports) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One target sample per logits row; the processed logits where reports need them and there is one chunk."""
+        sampled, processed = [], None
+        for chunk in chunks:
+            if not reports.need_processed and self._only_tempered(chunk.slots_np):
+                sampled.append(self._sample_tempered(chunk))
+                continue
+            with self.current.at(chunk.rows):
+                tokens, scores = self.sampler.sample(chunk.logits, *chunk.of_sampler, return_logprobs=reports.dims is not None)
             sampled.append(tokens)
-            processed += [scores] if keep else []
-        self.current.rows = None
-        return _joined(sampled), _joined(processed) if keep else None
+            processed = scores if reports.need_processed and len(chunks) == 1 else None
+        return sampled[0] if len(sampled) == 1 else torch.cat(sampled), processed
+
+    def _report(
+        self, chunks: list[Chunk], reports: PathReports, sampled: torch.Tensor, processed: torch.Tensor | None, num_sampled: torch.Tensor
+    ) -> tuple[LogprobsTensors | None, SamplingMaskTensors | None]:
+        """Chunk by chunk: processed logits of several chunks are made once more rather than kept."""
+        logprobs, masks, state = [], [], self.model_state
+        for chunk in chunks:
+            if processed is None and reports.need_processed:
+                with self.current.at(chunk.rows):
+                    scores = self.sampler.apply_sampling_params(chunk.logits, *chunk.of_sampler)
+            else:
+                scores = processed
+            path, path_len = state.path[chunk.requests], state.path_len[chunk.requests]
+            rows = rows_of_paths(path, path_len, chunk.rows.row_start[:-1] - chunk.rows.first_row)
+            scored = scores if reports.processed else chunk.logits
+            logprobs.append(reports.logprobs(scored, sampled[chunk.logits_rows], rows, chunk.rows.slot))
+            masks.append(reports.sampling_mask(scores, rows, num_sampled[chunk.requests]))
+        return reports.joined_logprobs(logprobs, num_sampled.shape[0], state.path.shape[1]), reports.joined_masks(masks)
+
+    def _only_tempered(self, slots: np.ndarray) -> bool:
+        """Whether nothing but a temperature changes the logits of the requests in these slots."""
+        states = self.sampler.sampling_states
+        processed = self.current.processed_np[slots] | (states.min_p.np[slots] != 0.0)
+        return not (processed | (states.top_k.np[slots] != states.vocab_size) | (states.top_p.np[slots] != 1.0)).any()
+
+    def _sample_tempered(self, chunk: Chunk) -> torch.Tensor:
+        """vLLM's sampling kernel on logits as they come: it divides by the temperature as vLLM's own kernel for that does, so no fp32 copy
+        of the logits is made."""
+        states, (slot_of_row, _, _, pos, *_) = self.sampler.sampling_states, chunk.of_sampler
+        return gumbel_sample(
+            chunk.logits, slot_of_row, states.temperature.gpu, states.seeds.gpu, pos, apply_temperature=True, is_drafting=False,
+            use_fp64=self.sampler.use_fp64_gumbel,
+        )  # fmt: skip
 
     def _walk(self, sampled, input_batch, invalid_drafts) -> tuple[torch.Tensor, torch.Tensor]:
         """([R, T] tokens emitted per request, [R] how many); leaves the paths in the model state."""
@@ -104,28 +151,11 @@ class TreeSampler(RejectionSampler):
     def _acceptable(self, input_batch, invalid_drafts) -> torch.Tensor | None:
         """[num_logits] rows that may be accepted: all (None), or the chain alone for requests that need it."""
         state, local = self.model_state, input_batch.expanded_local_pos
-        if not state.chain_only_np[input_batch.idx_mapping_np].any():
+        if not self.current.chain_only_np[input_batch.idx_mapping_np].any():
             return None if invalid_drafts is None else ~invalid_drafts
-        chain_only = async_tensor_h2d(state.chain_only_np, device=local.device)
+        chain_only = async_tensor_h2d(self.current.chain_only_np, device=local.device)
         rows = input_batch.logits_indices
         depth = state.positions[rows] - (input_batch.positions[rows] - local)
         on_chain = depth == local
         acceptable = on_chain | ~chain_only[input_batch.expanded_idx_mapping]
         return acceptable if invalid_drafts is None else acceptable & ~invalid_drafts
-
-    def _rows_along_path(self, input_batch, num_sampled) -> torch.Tensor:
-        """[num_logits] where row start + j is the logits row that token j of the request was sampled from."""
-        state, num_reqs = self.model_state, input_batch.num_reqs
-        start = input_batch.cu_num_logits[:num_reqs, None].long()
-        path = state.path[:num_reqs].long()
-        step = torch.arange(path.shape[1], device=path.device)
-        rows = torch.arange(input_batch.expanded_idx_mapping.shape[0] + 1, device=path.device)
-        taken = step < state.path_len[:num_reqs, None]
-        # entries beyond a path go to the spare last element
-        where = torch.where(taken, start + step, rows.shape[0] - 1)
-        rows[where] = torch.where(taken, start + path, rows.shape[0] - 1)
-        return rows[:-1]
-
-
-def _joined(chunks: list[torch.Tensor]) -> torch.Tensor:
-    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)

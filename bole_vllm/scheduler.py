@@ -11,7 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
 from bole_vllm.draft_tokens import PAD, DraftedTree
-from bole_vllm.tree_grammar import fill_tree
+from bole_vllm.tree_grammar import MaskedTree, fill_trees
 
 
 class TreeGrammars:
@@ -63,16 +63,23 @@ class TreeGrammars:
         if not scheduler_output.has_structured_output_requests:
             return None
         scheduled = scheduler_output.scheduled_spec_decode_tokens
-        found, limits, rows = [], [], 0
+        found, limits, trees, rows = [], [], [], 0
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             if request is not None and request.use_structured_output and not request.is_prefill_chunk:
                 tokens = scheduled.get(request_id, [])
                 found.append(request_id)
-                limits.append(self._mask(request, tokens, self._masks()[rows:]))
+                tree = self._tree_of(request_id, tokens)
+                if tree is not None and self._constrained_from_root(request):
+                    trees.append(MaskedTree(request.structured_output_request.grammar, request_id, tree, rows))
+                    limits.append(len(tokens))
+                else:
+                    chain = [] if tree is None else tree.spine()
+                    limits.append(self._mask_chain(request, chain, self._masks()[rows : rows + len(tokens) + 1]))
                 rows += len(tokens) + 1
         if not found:
             return None
+        fill_trees(trees, self._masks())
         return GrammarOutput(found, self._masks()[:rows].numpy(), limits)
 
     def _masks(self) -> torch.Tensor:
@@ -82,20 +89,23 @@ class TreeGrammars:
             self._tree_masks = self.structured_output_manager.backend.allocate_token_bitmask(rows)
         return self._tree_masks
 
-    def _mask(self, request, tokens: list[int], masks: torch.Tensor) -> int:
-        """Fill the first len(tokens) + 1 rows; returns how many of the drafts may be accepted, the first ones."""
-        manager, request_id = self.structured_output_manager, request.request_id
+    def _tree_of(self, request_id: str, tokens: list[int]) -> DraftedTree | None:
+        """The tree that these drafts are; None where they are another one's, or none."""
         tree = self._trees.pop(request_id, None)
         tree = tree.first(len(tokens)) if tree is not None else None
-        known = tree is not None and tree.tokens == tokens
-        if known and manager._get_constraint_bounds(request, ()).constraint_start == 0:
-            fill_tree(request.structured_output_request.grammar, request_id, tree, masks)
-            return len(tokens)
-        chain = manager.validate_tokens(request, tree.spine() if known else [])
-        padded = {request_id: chain + [PAD] * (len(tokens) - len(chain))} if tokens else {}
-        own = manager.grammar_bitmask(self.requests, [request_id], padded)
-        masks[: len(tokens) + 1].copy_(torch.from_numpy(own))
-        return len(chain)
+        return tree if tree is not None and tree.tokens == tokens else None
+
+    def _constrained_from_root(self, request) -> bool:
+        """Whether the grammar holds already, as it does unless a reasoning parser waits for the reasoning's end."""
+        return self.structured_output_manager._get_constraint_bounds(request, ()).constraint_start == 0
+
+    def _mask_chain(self, request, chain: list[int], masks: torch.Tensor) -> int:
+        """Fill the rows [1 + drafts, words] of the root and a chain, vLLM's own way; returns how many of its drafts may be accepted."""
+        manager, drafts = self.structured_output_manager, len(masks) - 1
+        valid = manager.validate_tokens(request, chain)
+        padded = {request.request_id: valid + [PAD] * (drafts - len(valid))} if drafts else {}
+        masks.copy_(torch.from_numpy(manager.grammar_bitmask(self.requests, [request.request_id], padded)))
+        return len(valid)
 
     def _free_request(self, request, *args: Any, **kwargs: Any):
         self._trees.pop(request.request_id, None)

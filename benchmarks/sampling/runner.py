@@ -18,6 +18,7 @@ from benchmarks.offline.launch import engine_environment
 from benchmarks.offline.options import SAMPLED, Options
 from benchmarks.report import RESULTS, device_slug, environment, write_json
 from benchmarks.sampling.options import NONE, Option, options
+from benchmarks.sampling.vocabulary import fill_vocabulary
 
 WARMUP_TOKENS = 8
 MIB = 2**20
@@ -41,9 +42,11 @@ def run_benchmark(settings: Options) -> int:
 def measure_arm(job: Job, settings: Options) -> list[dict[str, Any]]:
     """One engine's rows: every option at every number of requests."""
     job.engine["skip_tokenizer_init"] = False  # words and grammars
+    if job.scale_up:
+        fill_vocabulary(Path(job.engine["model"]))
     llm, arm = engine.start(job), Arm.parse(job.arm)
     engine.set_drafts(llm, arm.num_drafts)
-    [prompts] = job.prompts.values()
+    prompts = next(iter(job.prompts.values()))
     rows = []
     for batch in settings.batches:
         for option in options(SAMPLED, llm.get_tokenizer()):
@@ -63,7 +66,7 @@ def measure(llm: Any, arm: Arm, prompts: list[list[int]], option: Option, max_to
     broken = sum(not option.kept(output) for output in outputs)
     return {
         "option": option.name,
-        **{name: value for name, value in found.items() if name in ("sample_ms", "round_ms", "rounds")},
+        **found,
         "mat": round(added["tokens"] / max(1, added["rows"]), 2),
         "peak_mib": llm.collective_rpc(peak_memory)[0],
         "failed": path.wrong_rounds(arm, added) + ([f"{broken} texts break the option's promise"] if broken else []),

@@ -10,8 +10,10 @@ import torch
 def penalise(logits: torch.Tensor, prompt: list[int], output: list[int], repetition: float, frequency: float, presence: float) -> None:
     """One row [V] fp32, in place; `output` holds the drafts on its path."""
     vocab = logits.shape[0]
-    count = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=vocab)
-    seen = torch.bincount(torch.tensor(prompt + output, dtype=torch.int64), minlength=vocab) > 0
+    count, seen = (
+        torch.bincount(torch.tensor(tokens, dtype=torch.int64, device=logits.device), minlength=vocab) for tokens in (output, prompt + output)
+    )
+    seen = seen > 0
     factor = torch.where(logits > 0, 1.0 / torch.tensor(repetition), torch.tensor(repetition))
     logits[seen] *= factor[seen]
     logits -= frequency * count

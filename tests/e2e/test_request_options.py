@@ -78,13 +78,40 @@ def test_logprobs_are_those_of_teacher_forcing(engines, prompts, greedy):
             assert all(ours[t].logprob == pytest.approx(theirs[t].logprob, abs=TOLERANCE) for t in ours.keys() & theirs.keys())
 
 
-@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits"])
-def test_logprobs_modes(engines, prompts, mode):
-    """What is reported follows the mode, with the same tokens; top_k makes the processed ones differ from the raw ones."""
+@pytest.mark.parametrize("mode,rows", [("processed_logprobs", 1000), ("processed_logprobs", 8), ("raw_logits", 1000)])
+def test_logprobs_modes_and_sampling_masks(engines, prompts, monkeypatch, mode, rows):
+    """What is reported follows the mode, and the mask holds the tokens that the emitted one was chosen among, also where a round's logits
+    are processed in parts of `rows`; top_k makes processed logits differ from raw ones. Seeds 30 to 33."""
+    monkeypatch.setattr("bole_vllm.sampler.get_max_chunk_logits", lambda _vocab_size: rows)
+    masks = mode == "processed_logprobs"
     sampling = [params(8, logprobs=4, temperature=0.7, seed=30 + i, top_k=3 + i) for i in range(4)]
-    tree, plain = (serve(llm, prompts, sampling) for llm in (engines.tree(logprobs_mode=mode), engines.one_node(logprobs_mode=mode)))
-    assert ends(tree) == ends(plain)
-    for ours, theirs in zip(tree, plain, strict=True):
-        for a, b in zip(ours.outputs[0].logprobs, theirs.outputs[0].logprobs, strict=True):
+    one_node, tree = (make(logprobs_mode=mode, return_sampling_mask=masks) for make in (engines.one_node, engines.tree))
+    found, plain = serve(tree, prompts, sampling), serve(one_node, prompts, sampling)
+    assert ends(found) == ends(plain)
+    for i, (ours, theirs) in enumerate(zip((o.outputs[0] for o in found), (o.outputs[0] for o in plain), strict=True)):
+        for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
             for token in [t for t in b if t in a and b[t].logprob > -30]:
                 assert a[token].logprob == pytest.approx(b[token].logprob, abs=TOLERANCE if mode != "raw_logits" else 0.26)
+        if masks:
+            chosen_among = ours.sampling_mask.token_ids
+            assert [token in mask and len(mask) >= 3 + i for token, mask in zip(ours.token_ids, chosen_among, strict=True)] == [True] * 8
+            assert [sorted(mask) for mask in chosen_among] == [sorted(mask) for mask in theirs.sampling_mask.token_ids]
+
+
+def test_logprobs_of_named_tokens(engines, prompts, greedy):
+    """Each place holds the token and those that its request names, or the best ones of a request that names none; in one batch."""
+    named = [[5, 6], [7, 8, 9], [], []]
+    sampling = [params(16, logprobs=(2, 3, 2, None)[i], logprob_token_ids=named[i] or None) for i in range(4)]
+    tree, one_node = engines.tree(), engines.one_node()
+    with always_right(tree, prompts, greedy):
+        outputs = serve(tree, prompts, sampling)
+    for output, tokens, ids, theirs in zip(outputs, greedy, named, serve(one_node, prompts, sampling), strict=True):
+        found = output.outputs[0]
+        assert list(found.token_ids) == tokens[:16]
+        if output is outputs[3]:
+            assert found.logprobs is None
+            continue
+        assert len(found.logprobs) == 16
+        for token, ours, plain in zip(tokens, found.logprobs, theirs.outputs[0].logprobs):
+            assert ours.keys() == {token, *ids} if ids else token in ours
+            assert all(ours[t].logprob == pytest.approx(plain[t].logprob, abs=TOLERANCE) for t in ours.keys() & plain.keys())

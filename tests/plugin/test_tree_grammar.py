@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bole_vllm.draft_tokens import DraftedTree, pack
-from bole_vllm.tree_grammar import fill_tree
+from bole_vllm.tree_grammar import MaskedTree, fill_trees
 
 # 40 tokens: two words of bits; the last one ends a text
 VOCABULARY = ["a", "b", "ab", "1", "2", "12", ".", " ", *(f"<{i}>" for i in range(31)), "</s>"]
@@ -17,15 +17,29 @@ RULES = {
 }
 
 
-@pytest.fixture(scope="module", params=RULES)
+class OtherGrammar:
+    """The same behind vLLM's interface alone, as grammars of another library are."""
+
+    def __init__(self, own) -> None:
+        for name in ("accept_tokens", "fill_bitmask", "is_terminated", "rollback", "validate_tokens"):
+            setattr(self, name, getattr(own, name))
+
+
+@pytest.fixture(scope="module", params=[(rule, other) for rule in RULES for other in (False, True)], ids=str)
 def make_grammar(request):
     """A fresh matcher of the rule at its start, as vLLM wraps it."""
     import xgrammar
     from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
+    rule, other = request.param
     info = xgrammar.TokenizerInfo(VOCABULARY, stop_token_ids=[END])
-    compiled = xgrammar.GrammarCompiler(info).compile_grammar(RULES[request.param])
-    return lambda: XgrammarGrammar(vocab_size=len(VOCABULARY), matcher=xgrammar.GrammarMatcher(compiled), ctx=compiled)
+    compiled = xgrammar.GrammarCompiler(info).compile_grammar(RULES[rule])
+
+    def make():
+        own = XgrammarGrammar(vocab_size=len(VOCABULARY), matcher=xgrammar.GrammarMatcher(compiled), ctx=compiled)
+        return OtherGrammar(own) if other else own
+
+    return make
 
 
 def random_tree(gen: torch.Generator, nodes: int) -> DraftedTree:
@@ -67,31 +81,33 @@ def test_the_spine_of_a_tree():
 
 
 def test_masks_along_paths(make_grammar):
-    """Every legal node's row is what its path alone gives, behind an end too; illegal ones have their parent's; the grammar is left alone.
-    Seeds 0 to 49, from the grammar's start and from within a text."""
+    """Two requests at once, at the grammar's start and within a text: every legal node's row is what its path alone gives, behind an end
+    too; illegal ones allow everything; the grammars are left alone. Seeds 0 to 49."""
     legal_nodes = ended = 0
     for seed in range(50):
-        tree = random_tree(torch.Generator().manual_seed(seed), 24)
-        for before in ([], [0]):
-            grammar = make_grammar()
-            assert not before or grammar.accept_tokens("r", before)
-            masks = torch.full((len(tree.tokens) + 3, 2), 12345, dtype=torch.int32)
-            fill_tree(grammar, "r", tree, masks)
-            legal = {0}
-            for node in range(len(tree.tokens) - 1):
-                path = path_of(tree, node)
+        gen = torch.Generator().manual_seed(seed)
+        starts, begun = (2, 30), ([], [0])
+        trees = [MaskedTree(make_grammar(), "r", random_tree(gen, 24), start) for start in starts]
+        assert trees[1].grammar.accept_tokens("r", begun[1])
+        masks = torch.full((60, 2), 12345, dtype=torch.int32)
+        fill_trees(trees, masks)
+        for one, before in zip(trees, begun):
+            legal, rows = {0}, masks[one.start :]
+            for node in range(len(one.tree.tokens) + 1):
+                path = path_of(one.tree, node)
                 alone, own = make_grammar(), torch.full((1, 2), 0, dtype=torch.int32)
-                if node == 0 or (tree.parents[node - 1] in legal and alone.validate_tokens([*before, *path]) == [*before, *path]):
+                parent_legal = node == 0 or one.tree.parents[node - 1] in legal
+                if -1 not in path and parent_legal and alone.validate_tokens([*before, *path]) == [*before, *path]:
                     legal.add(node)
                     legal_nodes += node > 0
                     assert not (before or path) or alone.accept_tokens("r", [*before, *path])
                     ended += alone.is_terminated()
                     own.fill_(-1) if alone.is_terminated() else alone.fill_bitmask(own, 0)
-                    assert torch.equal(masks[node], own[0]), f"node {node}, seed {seed}"
+                    assert torch.equal(rows[node], own[0]), f"node {node}, seed {seed}"
                 else:
-                    assert torch.equal(masks[node], masks[tree.parents[node - 1]]), f"node {node}, seed {seed}"
-            assert (masks[len(tree.tokens) + 1 :] == 12345).all(), "rows of the next request"
+                    assert (rows[node] == -1).all(), f"node {node}, seed {seed}"
             again = torch.zeros(1, 2, dtype=torch.int32)
-            grammar.fill_bitmask(again, 0)
-            assert torch.equal(again[0], masks[0]), "the grammar is where it was"
+            one.grammar.fill_bitmask(again, 0)
+            assert torch.equal(again[0], rows[0]), "the grammar is where it was"
+        assert (masks[[0, 1, 29, 57, 58, 59]] == 12345).all(), "rows of nobody"
     assert legal_nodes > 60 and ended > 0
