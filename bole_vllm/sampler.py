@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
+from bole_vllm.candidate_sampler import most_candidates, sample_candidates
 from bole_vllm.kernels.path_logits import PathRows
 from bole_vllm.kernels.walk import walk_tree
 from bole_vllm.path_processors import follow_paths
@@ -93,14 +94,32 @@ class TreeSampler(RejectionSampler):
         """One target sample per logits row; the processed logits where reports need them and there is one chunk."""
         sampled, processed = [], None
         for chunk in chunks:
-            if not reports.need_processed and self._only_tempered(chunk.slots_np):
-                sampled.append(self._sample_tempered(chunk))
-                continue
-            with self.current.at(chunk.rows):
-                tokens, scores = self.sampler.sample(chunk.logits, *chunk.of_sampler, return_logprobs=reports.dims is not None)
+            tokens = None if reports.need_processed else self._sample_fast(chunk)
+            if tokens is None:
+                with self.current.at(chunk.rows):
+                    tokens, scores = self.sampler.sample(chunk.logits, *chunk.of_sampler, return_logprobs=reports.dims is not None)
+                processed = scores if reports.need_processed and len(chunks) == 1 else None
             sampled.append(tokens)
-            processed = scores if reports.need_processed and len(chunks) == 1 else None
         return sampled[0] if len(sampled) == 1 else torch.cat(sampled), processed
+
+    def _sample_fast(self, chunk: Chunk) -> torch.Tensor | None:
+        """The same samples where the settings of all requests allow another way; None where they do not."""
+        slots, states = chunk.slots_np, self.sampler.sampling_states
+        slot_of_row, _, _, position, *_ = chunk.of_sampler
+        untouched = not self.current.processed_np[slots].any()
+        if untouched and self._only_tempered(slots):
+            # vLLM's sampling kernel divides by the temperature as its own kernel for that does: no fp32 copy of the logits is made
+            return gumbel_sample(
+                chunk.logits, slot_of_row, states.temperature.gpu, states.seeds.gpu, position, apply_temperature=True, is_drafting=False,
+                use_fp64=self.sampler.use_fp64_gumbel,
+            )  # fmt: skip
+        if (most := most_candidates(states, slots)) is None:
+            return None
+        logits = chunk.logits
+        if not untouched:
+            with self.current.at(chunk.rows):
+                logits = self.sampler.apply_sampling_params(logits, *chunk.of_sampler, skip_top_k_top_p=True)
+        return sample_candidates(logits, slot_of_row, position, states, most, not untouched, self.sampler.use_fp64_gumbel)
 
     def _report(
         self, chunks: list[Chunk], reports: PathReports, sampled: torch.Tensor, processed: torch.Tensor | None, num_sampled: torch.Tensor
@@ -121,19 +140,10 @@ class TreeSampler(RejectionSampler):
         return reports.joined_logprobs(logprobs, num_sampled.shape[0], state.path.shape[1]), reports.joined_masks(masks)
 
     def _only_tempered(self, slots: np.ndarray) -> bool:
-        """Whether nothing but a temperature changes the logits of the requests in these slots."""
+        """Whether no request in these slots has any of min_p, top_k and top_p."""
         states = self.sampler.sampling_states
-        processed = self.current.processed_np[slots] | (states.min_p.np[slots] != 0.0)
-        return not (processed | (states.top_k.np[slots] != states.vocab_size) | (states.top_p.np[slots] != 1.0)).any()
-
-    def _sample_tempered(self, chunk: Chunk) -> torch.Tensor:
-        """vLLM's sampling kernel on logits as they come: it divides by the temperature as vLLM's own kernel for that does, so no fp32 copy
-        of the logits is made."""
-        states, (slot_of_row, _, _, pos, *_) = self.sampler.sampling_states, chunk.of_sampler
-        return gumbel_sample(
-            chunk.logits, slot_of_row, states.temperature.gpu, states.seeds.gpu, pos, apply_temperature=True, is_drafting=False,
-            use_fp64=self.sampler.use_fp64_gumbel,
-        )  # fmt: skip
+        cut = (states.min_p.np[slots] != 0.0) | (states.top_k.np[slots] != states.vocab_size) | (states.top_p.np[slots] != 1.0)
+        return not cut.any()
 
     def _walk(self, sampled, input_batch, invalid_drafts) -> tuple[torch.Tensor, torch.Tensor]:
         """([R, T] tokens emitted per request, [R] how many); leaves the paths in the model state."""

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..entries import NOTHING, entry_of
 from ..precision import device_function
-from .entries import NOTHING, entry_of
 
 largest, running_total = device_function(tl.max), device_function(tl.cumsum)
 

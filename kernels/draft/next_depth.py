@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..entries import NOTHING, column_in, entry_of
 from ..precision import device_function
-from .entries import NOTHING, column_in, entry_of
 
 # elements of an output that a program moves at a time
 MOVED = 4096

@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..entries import EVERYTHING, NOTHING, column_in, entry_of, order_in, order_of, value_in
 from ..overlap import launch_options, let_next_start, overlaps, wait_for_previous
 from ..precision import INTERPRET, device_function, to_fp32
-from .entries import EVERYTHING, NOTHING, column_in, entry_of, order_in, order_of, value_in
 
 # bounds of a step's log-probability: see `grow`
 MIN_STEP_LOGPROB = -100.0

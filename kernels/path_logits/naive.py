@@ -11,7 +11,8 @@ def penalise(logits: torch.Tensor, prompt: list[int], output: list[int], repetit
     """One row [V] fp32, in place; `output` holds the drafts on its path."""
     vocab = logits.shape[0]
     count, seen = (
-        torch.bincount(torch.tensor(tokens, dtype=torch.int64, device=logits.device), minlength=vocab) for tokens in (output, prompt + output)
+        torch.bincount(torch.tensor(tokens, dtype=torch.int64, device=logits.device), minlength=vocab)
+        for tokens in (output, prompt + output)
     )
     seen = seen > 0
     factor = torch.where(logits > 0, 1.0 / torch.tensor(repetition), torch.tensor(repetition))

@@ -7,6 +7,9 @@ and the tree only decides how many of them one forward yields.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
@@ -209,3 +212,41 @@ def test_temperature_inside_the_sampling_kernel(device, dtype):
     wanted = gumbel.gumbel_sample(divided, slot, temperature, seeds, position, apply_temperature=False, **fixed)
     found = gumbel.gumbel_sample(logits, slot, temperature, seeds, position, apply_temperature=True, **fixed)
     assert torch.equal(found, wanted) and wanted.unique().numel() > rows / 8
+
+
+@pytest.mark.parametrize("processed", [False, True])
+def test_noise_for_what_is_left(device, processed):
+    """vLLM's own way cuts whole rows and gives every token its noise; here what is left gets it: the same tokens. 48 rows (2,048 on a
+    GPU) without equal logits, of requests with different settings, a greedy one among them. Seed 14."""
+    from vllm.v1.sample.ops import topk_topp_sampler as ops
+    from vllm.v1.worker.gpu.sample.min_p import apply_min_p
+
+    from bole_vllm.candidate_sampler import most_candidates, sample_candidates
+
+    gen, rows, vocab = torch.Generator().manual_seed(14), 2048 if device.type == "cuda" else 48, 2100
+    # of each request: temperature, top_k (the vocabulary: none), top_p, min_p, seed; held as vLLM's SamplingStates holds them
+    settings = [
+        (0.7, 20, 0.95, 0.0, 90),
+        (0.0, vocab, 1.0, 0.0, 91),
+        (1.0, 5, 1.0, 0.0, 92),
+        (1.3, 50, 0.9, 0.05, 93),
+        (0.6, 64, 0.3, 0.0, 94),
+    ]
+    settings.append((1.0, vocab, 1.0, 0.0, 95))
+    names = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32, "seeds": torch.int64}
+    held = {name: torch.tensor(values, dtype=dtype) for (name, dtype), values in zip(names.items(), zip(*settings))}
+    states = SimpleNamespace(**{name: SimpleNamespace(np=value.numpy(), gpu=value.to(device)) for name, value in held.items()})
+    assert most_candidates(states, np.arange(6)) is None, "a request without a top_k"
+    most = most_candidates(states, np.arange(5))
+    slot = (torch.arange(rows) % 5).int().to(device)
+    position = torch.arange(rows, device=device) // 5
+    logits = (4 * torch.randn(rows, vocab, generator=gen)).to(device)
+    tempered, per_row = logits.clone(), slot.long()
+    gumbel.apply_temperature(tempered, slot, states.temperature.gpu)
+    apply_min_p(tempered, slot, states.min_p.gpu)
+    cut = ops.apply_top_k_top_p if device.type == "cuda" else ops.apply_top_k_top_p_pytorch
+    left = cut(tempered.clone(), states.top_k.gpu[per_row], states.top_p.gpu[per_row])
+    fixed = {"apply_temperature": False, "is_drafting": False}
+    wanted = gumbel.gumbel_sample(left, slot, states.temperature.gpu, states.seeds.gpu, position, **fixed)
+    found = sample_candidates(tempered if processed else logits, slot, position, states, most, processed, use_fp64=False)
+    assert most == 64 and torch.equal(found, wanted)

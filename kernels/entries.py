@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from ..precision import device_function
+from .precision import device_function
 
 # below every entry, and above
 NOTHING = tl.constexpr(-(2**63))
