@@ -137,9 +137,10 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         return conv, ssm.transpose(-1, -2)
 
     def conv_weight(self) -> torch.Tensor:
-        """[C, width] plain conv weight (vLLM packs it in place on some CPUs)."""
-        weight = getattr(self.conv1d, "_cpu_unpacked_conv_weight", None)
-        return self.conv1d.weight.view(self.conv1d.weight.shape[0], -1) if weight is None else weight
+        """[C, width] plain conv weight (vLLM packs it in place on some CPUs, and a LoRA wrapper hides the plain one)."""
+        conv1d = getattr(self.conv1d, "base_layer", self.conv1d)
+        weight = getattr(conv1d, "_cpu_unpacked_conv_weight", None)
+        return conv1d.weight.view(conv1d.weight.shape[0], -1) if weight is None else weight
 
     def _forward_core(self, mixed_qkv, b, a, core_attn_out) -> None:
         self._core(super()._forward_core, mixed_qkv, b, a, core_attn_out)

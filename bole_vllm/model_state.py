@@ -22,6 +22,7 @@ from bole_vllm.gdn import TreeGatedDeltaNet, TreeGDNMetadata, TreeGDNMetadataBui
 from bole_vllm.kernels.commit import block_targets, in_place_targets
 from bole_vllm.kernels.kv_move import KVTable, move_kv
 from bole_vllm.kernels.topology import begin_round, tree_positions
+from bole_vllm.lora import TreeLoraState
 from bole_vllm.metrics import TreeStats
 from bole_vllm.sampler import TreeSampler
 from bole_vllm.state_cache import RoundFactors, memory_advice
@@ -62,6 +63,8 @@ class TreeModelState(MambaHybridModelState):
         self.count_prompt: Callable[[list[int] | None], None] | None = None
         # and counts of the tokens that are served, [vocabulary]
         self.token_counts: torch.Tensor | None = None
+        # set by the worker where adapters are served
+        self.lora_state: TreeLoraState | None = None
         self._step: _Step | None = None
         # graphs of the commit, None: it runs as it is; and of every GDN group, [max_num_reqs] request -> its state's slot
         self.commit_graphs: CommitGraphs | None = None
@@ -130,6 +133,11 @@ class TreeModelState(MambaHybridModelState):
             self._state_slots = [builder.state_slot for builder in builders if isinstance(builder, TreeGDNMetadataBuilder)]
 
     # -- a step --------------------------------------------------------------------------------------------------
+
+    def preprocess_state(self, input_batch, *args, **kwargs) -> None:
+        super().preprocess_state(input_batch, *args, **kwargs)
+        if self.lora_state is not None:
+            self.lora_state.num_logits_np = np.diff(input_batch.cu_num_logits_np)
 
     def prepare_attn(
         self, input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, kv_cache_config, for_capture=False, **kwargs

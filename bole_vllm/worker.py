@@ -26,9 +26,12 @@ class TreeWorker:
         """As the base class, then with drafts that go to the scheduler as trees."""
         super().load_model(*args, **kwargs)
         from bole_vllm.draft_tokens import TreeDraftTokensHandler
+        from bole_vllm.lora import TreeLoraState
 
         runner = self.model_runner
         runner.draft_tokens_handler = TreeDraftTokensHandler(runner.device, runner.model_state.trees)
+        if runner.lora_config is not None:
+            runner.lora_state = runner.model_state.lora_state = TreeLoraState(runner.max_num_reqs)
 
     def bole_stats(self) -> dict[str, Any]:
         """Counters and sizes of this worker; synchronises with the device. See bole_vllm.metrics."""

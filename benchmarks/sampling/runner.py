@@ -20,7 +20,6 @@ from benchmarks.report import RESULTS, device_slug, environment, write_json
 from benchmarks.sampling.options import NONE, Option, options
 from benchmarks.sampling.vocabulary import fill_vocabulary
 
-WARMUP_TOKENS = 8
 MIB = 2**20
 
 
@@ -50,7 +49,7 @@ def measure_arm(job: Job, settings: Options) -> list[dict[str, Any]]:
     rows = []
     for batch in settings.batches:
         for option in options(SAMPLED, llm.get_tokenizer()):
-            serve(llm, prompts[:batch], option, WARMUP_TOKENS)
+            serve(llm, prompts[:batch], option, job.warmup_tokens)
             rows.append({"shape": job.shape, "arm": job.arm, "B": batch} | measure(llm, arm, prompts[:batch], option, job.max_tokens))
     return rows
 

@@ -6,7 +6,7 @@ import pytest
 from custom_processors import AfterOne, AfterTwo
 from e2e_helpers import Script, generate, leaves, params, stats
 
-LENGTH = 12
+LENGTH = 9
 COMB = [-1, 0, 1, 2, 0, 1, 2, 3]
 CHAIN = [-1, 0, 1, 2, 3, 4, 5, 6]
 
