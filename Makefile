@@ -21,7 +21,7 @@ demo: setup
 
 # Two workers, a file's tests on one of them (they share engines); without nobind vLLM would put both on the same cores.
 test: setup
-	$(RUN) OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest tests -q -n 2 --dist loadfile --durations=10
+	$(RUN) OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest tests -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 style: setup
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ from typing import Any
 # one that nothing asks for, and one with everything
 NONE, ALL = "none", "all"
 GREEDY = "greedy"
-TOKENS_ALLOWED, LOGPROBS, MIN_TOKENS = 1024, 5, 6
+TOKENS_ALLOWED, LOGPROBS, MIN_TOKENS = 1024, 5, 2
 BIASED = tuple(range(400, 464))
 BAD_WORDS = ("self", "return", "the ")
 PATTERN = r"[^0-9]*"

@@ -18,6 +18,8 @@ from ..precision import INTERPRET, device_function, to_fp32
 MAX_CANDIDATES = 64
 # columns of a block, and blocks of a program of the first launch
 BLOCK, BLOCKS = 256, 16
+# columns of the result at least: bounds below share their kernels
+LEAST_WIDTH = 16
 
 # for a logarithm that nothing looks at
 SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -132,7 +134,7 @@ def best_tokens(
     if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32) or (num_columns > 1 and logits.stride(1) != 1):
         raise ValueError(f"logits must be bfloat16, float16 or float32 and contiguous in V, got {logits.dtype}, strides {logits.stride()}")
     device, num_blocks = logits.device, triton.cdiv(num_columns, BLOCK)
-    width = triton.next_power_of_2(max(most, 2))
+    width = max(LEAST_WIDTH, triton.next_power_of_2(most))
     maximum = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
     value = torch.empty(num_rows, width, dtype=torch.float32, device=device)
     token = torch.empty(num_rows, width, dtype=torch.int64, device=device)
@@ -144,6 +146,6 @@ def best_tokens(
     best_kernel[(num_rows,)](
         logits, maximum, slot, temperature, top_k, top_p, min_p, value, token, num_columns, num_blocks, logits.stride(0),
         PROCESSED=processed, BV=BLOCK, BN=triton.next_power_of_2(num_blocks), K=width, INTERPRET=INTERPRET,
-        num_warps=16 if width > 32 else 8 if width > 8 else 4,
+        num_warps=16 if width > 32 else 8,
     )  # fmt: skip
     return value, token
