@@ -104,7 +104,7 @@ class TreeGrammars:
         manager, drafts = self.structured_output_manager, len(masks) - 1
         valid = manager.validate_tokens(request, chain)
         padded = {request.request_id: valid + [PAD] * (drafts - len(valid))} if drafts else {}
-        masks.copy_(torch.from_numpy(manager.grammar_bitmask(self.requests, [request.request_id], padded)))
+        masks.numpy()[:] = manager.grammar_bitmask(self.requests, [request.request_id], padded)
         return len(valid)
 
     def _free_request(self, request, *args: Any, **kwargs: Any):

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def test_the_command_on_a_cpu(tmp_path):
     """As a user types it: every option passes its gate, nothing is timed."""
-    command = [sys.executable, "-m", "benchmarks", "sampling", "--tiny", "--batches", "1", "--max-tokens", "6", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks", "sampling", "--tiny", "--batches", "1", "--max-tokens", "4", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     data = json.loads((tmp_path / "tiny-sampling.json").read_text())

@@ -24,7 +24,7 @@ def greedy(engines, prompts) -> list[list[int]]:
 def test_every_prompt_length_greedy_and_seeded(engines):
     """Prompts of 1..T+2 tokens, greedy and sampled rows in one batch, requests joining and leaving (4 at a time)."""
     prompts = [text_tokens(i, length) for i, length in enumerate(range(1, T + 3))]
-    sampling = [params(6 + i % 3, temperature=0.8 * (i % 2), seed=100 + i) for i in range(len(prompts))]
+    sampling = [params(4 + i % 3, temperature=0.8 * (i % 2), seed=100 + i) for i in range(len(prompts))]
     tree = engines.tree()
     before = stats(tree)["tree_rows"]
     assert generate(tree, prompts, sampling) == generate(engines.one_node(), prompts, sampling)

@@ -31,29 +31,29 @@ def always_right(llm, prompts, tokens) -> Script:
 def test_limits_and_stops_inside_a_path(engines, prompts, greedy):
     """Eight tokens a round: a limit, a stop token, a stop string that spans two tokens, and the end of the text, each amid a path."""
     tree, one_node = engines.tree(), engines.one_node()
-    decode = tree.get_tokenizer().decode
-    for at in (4, 9):
-        spanning = decode(greedy[2][at : at + 2])[1:-1] or decode(greedy[2][at : at + 2])
-        sampling = [
-            params(at),
-            params(24, stop_token_ids=[greedy[1][at]]),
-            params(24, stop=[spanning], include_stop_str_in_output=at == 9),
-            params(24, stop=[spanning, decode(greedy[3][at : at + 1])], min_tokens=at + 2, logit_bias={greedy[3][at]: 3.0}),
-        ]
-        wanted = ends(serve(one_node, prompts, sampling))
-        assert len(wanted[0][0]) == at and wanted[1][2] == wanted[2][2] == "stop"
-        with always_right(tree, prompts, greedy):
-            assert ends(serve(tree, prompts, sampling)) == wanted
+    decode, early, late = tree.get_tokenizer().decode, 4, 9  # in the first round, and in the second
+    spanning = decode(greedy[2][late : late + 2])[1:-1] or decode(greedy[2][late : late + 2])
+    tokens = greedy[3]
+    sampling = [
+        params(early),
+        params(24, stop_token_ids=[greedy[1][late]]),
+        params(24, stop=[spanning], include_stop_str_in_output=True),
+        params(24, stop=[decode(tokens[early : early + 1])], min_tokens=early + 2, logit_bias={tokens[early]: 3.0}),
+    ]
+    wanted = ends(serve(one_node, prompts, sampling))
+    assert len(wanted[0][0]) == early and wanted[1][2] == wanted[2][2] == "stop"
+    with always_right(tree, prompts, greedy):
+        assert ends(serve(tree, prompts, sampling)) == wanted
 
 
 def test_several_samples_and_allowed_tokens(engines, prompts):
     """n = 3 under one seed, tokens allowed to one request alone, a fixed end of text; seeds 5 to 8."""
     allowed = list(range(200, 400))
     sampling = [
-        params(12, temperature=0.9, seed=5, n=3),
-        params(12, temperature=0.7, seed=6, allowed_token_ids=allowed),
-        params(12, temperature=2.0, seed=7, top_k=50),
-        params(12, temperature=1.0, seed=8, top_p=0.8, min_p=0.02, ignore_eos=False),
+        params(8, temperature=0.9, seed=5, n=3),
+        params(8, temperature=0.7, seed=6, allowed_token_ids=allowed),
+        params(8, temperature=2.0, seed=7, top_k=50),
+        params(8, temperature=1.0, seed=8, top_p=0.8, min_p=0.02, ignore_eos=False),
     ]
     found = ends(serve(engines.tree(), prompts, sampling))
     assert found == ends(serve(engines.one_node(), prompts, sampling))
