@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -55,13 +56,17 @@ def fill_trees(trees: list[MaskedTree], bitmask: torch.Tensor) -> None:
             _fill_below(one, 0, bitmask, masks)
 
 
+@cache
+def _filler() -> xgrammar.BatchGrammarMatcher:
+    """One for all rounds, with its threads."""
+    return xgrammar.BatchGrammarMatcher(max_threads=THREADS)
+
+
 def _fill_levels(trees: list[MaskedTree], bitmask: torch.Tensor, masks: np.ndarray) -> None:
     """xgrammar: all nodes of a depth at once, on several threads. A copy of a matcher takes less time than one mask by far."""
     level = [(one, 0, one.grammar.matcher) for one in trees]
-    if level:
-        filler = xgrammar.BatchGrammarMatcher(max_threads=min(THREADS, sum(len(one.children) for one in trees)))
     while level:
-        filler.batch_fill_next_token_bitmask([matcher for *_, matcher in level], bitmask, [one.start + node for one, node, _ in level])
+        _filler().batch_fill_next_token_bitmask([matcher for *_, matcher in level], bitmask, [one.start + node for one, node, _ in level])
         below = []
         for one, node, matcher in level:
             for child, token in one.allowed(node, masks):

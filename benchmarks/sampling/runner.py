@@ -29,7 +29,7 @@ def run_benchmark(settings: Options) -> int:
     from benchmarks.offline.runner import make_jobs
 
     started = time.monotonic()
-    env = environment(settings.command.replace(" offline", " sampling"), settings.device)
+    env = environment(settings.command, settings.device)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
         for job in make_jobs(settings, Path(work), Path(work), env["device"]):
@@ -46,9 +46,9 @@ def measure_arm(job: Job, settings: Options) -> list[dict[str, Any]]:
     llm, arm = engine.start(job), Arm.parse(job.arm)
     engine.set_drafts(llm, arm.num_drafts)
     prompts = next(iter(job.prompts.values()))
-    rows = []
+    rows, every = [], options(SAMPLED, llm.get_tokenizer())
     for batch in settings.batches:
-        for option in options(SAMPLED, llm.get_tokenizer()):
+        for option in every:
             serve(llm, prompts[:batch], option, job.warmup_tokens)
             rows.append({"shape": job.shape, "arm": job.arm, "B": batch} | measure(llm, arm, prompts[:batch], option, job.max_tokens))
     return rows

@@ -15,6 +15,17 @@ VOCAB = 4096
 # units of bfloat16 for a logit below 16, and of at least 16 kinds. More rows in a forward round differently and may turn a tie.
 PROMPTS = ((2, 20), (38, 27), (33, 34), (4, 41))
 MIN_GAP = 0.1
+# logits are bfloat16: a unit of those up to 16 is 1/16, and two engines' rows may round differently
+TOLERANCE = 0.13
+# a tree of eight nodes, four of them leaves
+BUSH = [-1, 0, 0, 0, 1, 1, 2, 3]
+# of an object that a small model finishes
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
 
 
 def text_tokens(index: int, length: int, start: int = 0) -> list[int]:
@@ -39,6 +50,13 @@ def params(max_tokens: int, temperature: float = 0.0, seed: int = 11, **kwargs):
     from vllm import SamplingParams
 
     return SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens, **{"ignore_eos": True, **kwargs})
+
+
+def structured(**kind) -> dict:
+    """Arguments of `params` for a grammar of this kind."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return {"structured_outputs": StructuredOutputsParams(**kind), "ignore_eos": False}
 
 
 def generate(llm, prompts: list[list[int]], sampling) -> list[list[int]]:

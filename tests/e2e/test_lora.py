@@ -6,11 +6,10 @@ import json
 
 import pytest
 import torch
-from e2e_helpers import MIN_GAP, VOCAB, Script, leaves, params, stats, text_tokens
+from e2e_helpers import BUSH, MIN_GAP, VOCAB, Script, leaves, params, stats, text_tokens
 from safetensors.torch import save_file
 
 LENGTH = 12
-BUSH = [-1, 0, 0, 0, 1, 1, 2, 3]
 # on a CPU a request without an adapter takes what the last slot holds, so one slot more than there are adapters at once
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 # (input, output) size of every projection that an adapter changes

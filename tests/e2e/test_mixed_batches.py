@@ -5,24 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from e2e_helpers import Script, generate, leaves, params, stats, text_tokens
+from e2e_helpers import BUSH, SCHEMA, TOLERANCE, Script, generate, leaves, params, stats, structured, text_tokens
 
 LENGTH = 10
-BUSH = [-1, 0, 0, 0, 1, 1, 2, 3]
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["name", "n"],
-    "additionalProperties": False,
-}
-# logits are bfloat16: a unit of those up to 16 is 1/16, and two engines' rows may round differently
-TOLERANCE = 0.13
-
-
-def structured(**kind) -> dict:
-    from vllm.sampling_params import StructuredOutputsParams
-
-    return {"structured_outputs": StructuredOutputsParams(**kind), "ignore_eos": False}
 
 
 @dataclass

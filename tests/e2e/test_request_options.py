@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from e2e_helpers import Script, generate, params
+from e2e_helpers import TOLERANCE, Script, generate, params
 
 CHAIN = [-1, 0, 1, 2, 3, 4, 5, 6]
-# logits are bfloat16: a unit of those up to 16 is 1/16, and two engines' rows may round differently
-TOLERANCE = 0.13
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
-from e2e_helpers import VOCAB, generate, params, text_tokens
+from e2e_helpers import TOLERANCE, VOCAB, generate, params, text_tokens
 from server_helpers import Refused, Server, completion
 from vllm.sampling_params import StructuredOutputsParams
 
-# logits are bfloat16: a unit of those up to 16 is 1/16, and two engines' rows may round differently
-TOLERANCE = 0.13
 NUMBERS = r"(\d\d?, ){6}\d"
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 

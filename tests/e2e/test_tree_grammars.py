@@ -5,24 +5,11 @@ from __future__ import annotations
 import json
 import re
 
-from e2e_helpers import Script, generate, leaves, params, stats
+from e2e_helpers import BUSH, SCHEMA, Script, generate, leaves, params, stats, structured
 
 LENGTH = 12
-BUSH = [-1, 0, 0, 0, 1, 1, 2, 3]
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["name", "n"],
-    "additionalProperties": False,
-}
 GRAMMAR = 'root ::= item+ "."\nitem ::= [a-c] [0-9] " "'
 NUMBERS = r"(\d\d?, ){6}\d"
-
-
-def structured(**kind):
-    from vllm.sampling_params import StructuredOutputsParams
-
-    return {"structured_outputs": StructuredOutputsParams(**kind), "ignore_eos": False}
 
 
 def sampling_of(kinds: list[dict]) -> list:
