@@ -77,6 +77,11 @@ def environment(command: str, device: torch.device) -> dict[str, Any]:
     }
 
 
+def headline(env: dict[str, Any]) -> str:
+    """What `environment` says, in one line."""
+    return f"{env['device']}, torch {env['torch']}, triton {env['triton']}, vLLM {env['vllm']}, commit {env['commit']}"
+
+
 def _imported_vllm() -> str | None:
     """vLLM's version where it lies on the path without an installation."""
     try:

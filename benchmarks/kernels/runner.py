@@ -16,7 +16,7 @@ from benchmarks.kernels.options import Options
 from benchmarks.kernels.plots import draw
 from benchmarks.kernels.tables import render
 from benchmarks.kernels.trace import trace_round
-from benchmarks.report import RESULTS, ROOT, device_slug, environment, write_json
+from benchmarks.report import RESULTS, ROOT, device_slug, environment, headline, write_json
 from benchmarks.timing import copy_bandwidth
 from bole_vllm.config import BoleConfig
 from bole_vllm.kernels.precision import DEFAULT
@@ -92,7 +92,7 @@ def _finish(options: Options, rows: list[Row], bandwidth: float, seconds: dict[s
         "gates_failed": failed,
         "rows": rows,
     }
-    head = f"{env['device']}, torch {env['torch']}, triton {env['triton']}, vLLM {env['vllm']}, commit {env['commit']}"
+    head = headline(env)
     if options.timed:
         head += f"\ncopy bandwidth {bandwidth / 1e12:.3f} TB/s (floors; also at {REFERENCE_BANDWIDTH / 1e12:g} in the file)"
     text = f"{head}\n\n{render(rows, marks, options.timed)}"

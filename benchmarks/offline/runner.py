@@ -23,7 +23,7 @@ from benchmarks.offline.plots import draw
 from benchmarks.offline.prompts import check_tokenizer, demo_prompts, read_workload
 from benchmarks.offline.rows import Row, is_complete, memory_rows, not_measured, parts_rows, point_rows, unequal_settings
 from benchmarks.offline.tables import looping, render
-from benchmarks.report import RESULTS, commit_id, device_slug, environment, write_json
+from benchmarks.report import RESULTS, commit_id, device_slug, environment, headline, write_json
 
 WARMUP_TOKENS = 32
 SEED = 0
@@ -167,7 +167,7 @@ def gates_failed(rows: list[Row], records: list[Record]) -> list[str]:
 def finish(options: Options, result: dict[str, Any], folder: Path | None) -> int:
     """Write, draw, print; the last line is JSON."""
     env = result["env"]
-    head = f"{env['device']}, torch {env['torch']}, triton {env['triton']}, vLLM {env['vllm']}, commit {env['commit']}"
+    head = headline(env)
     marks = offline_marks(result["rows"], result["parts"], result["memory"]) if options.timed else []
     rows, parts, memory = result["rows"], result["parts"], result["memory"]
     text = render(result, marks)

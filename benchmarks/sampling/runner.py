@@ -16,7 +16,7 @@ from benchmarks.offline.arms import Arm
 from benchmarks.offline.job import Job
 from benchmarks.offline.launch import engine_environment
 from benchmarks.offline.options import SAMPLED, Options
-from benchmarks.report import RESULTS, device_slug, environment, write_json
+from benchmarks.report import RESULTS, device_slug, environment, headline, write_json
 from benchmarks.sampling.options import NONE, Option, options
 from benchmarks.sampling.vocabulary import fill_vocabulary
 
@@ -118,7 +118,7 @@ def finish(settings: Options, result: dict[str, Any]) -> int:
     result["gates_failed"] = failed
     if not settings.timed:
         result["rows"] = rows = [{k: v for k, v in row.items() if not k.endswith(("_ms", "_mib"))} for row in rows]
-    head = f"{env['device']}, torch {env['torch']}, triton {env['triton']}, vLLM {env['vllm']}, commit {env['commit']}"
+    head = headline(env)
     table = pd.DataFrame(rows).drop(columns="failed").to_string(index=False, na_rep="-")
     folder = settings.out or (RESULTS / device_slug(settings.device) if settings.timed else None)
     file = None if folder is None else folder / ("sampling.json" if settings.timed else "tiny-sampling.json")
