@@ -123,7 +123,7 @@ def test_arms_that_differ_in_the_number_of_drafts_share_an_engine():
         ["tree-8-d4", "tree-16-d6", "tree-9-d2"], ["tree-8-d5", "tree-16-d7"]
     ], "one depth for a number of nodes"  # fmt: skip
     names = [engine_name(group) for group in engines([Arm.parse(name) for name in arms.DEFAULT])]
-    assert names == ["plain", "chain-2+3+5+7", "tree-8-d4+16-d6+32-d8-v32768", "serial-8-d4+16-d6-v32768"]
+    assert names == ["plain", "chain-2+3+5+7", "tree-16-d6+32-d8-v32768", "serial-8-d4+16-d6-v32768"]
     assert len(engines([Arm.parse(name) for name in arms.QUICK])) == 4 and len(grouped(*arms.TINY)) == 3
 
 
