@@ -23,7 +23,8 @@ from e2e_helpers import MODEL, PROMPTS, text_tokens
 class Engines:
     """Builds engines on demand; one asked for with the same arguments is the same engine unless `fresh`.
 
-    All stay alive until the session ends: an engine that goes takes the process's distributed groups with it.
+    All stay alive until the session ends: an engine that goes takes the process's distributed groups with it. vLLM collects garbage
+    several times for every engine that comes or goes, a sixth of the tests' time; once, at the end, will do.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,8 @@ class Engines:
             "disable_log_stats": False,
             "kv_cache_memory_bytes": 1 << 27,
         }
-        llm = LLM(MODEL, **{**defaults, **kwargs})
+        with patch("gc.collect", return_value=0):
+            llm = LLM(MODEL, **{**defaults, **kwargs})
         if fresh:
             self._fresh.append(llm)
         else:
@@ -70,7 +72,6 @@ class Engines:
         return llm
 
     def close(self) -> None:
-        # vLLM collects garbage three times for every engine that goes, half a minute in all; once will do
         with patch("gc.collect", return_value=0):
             self._kept.clear()
             self._fresh.clear()
