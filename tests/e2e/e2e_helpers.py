@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +22,8 @@ MIN_GAP = 0.1
 TOLERANCE = 0.13
 # a tree of eight nodes, four of them leaves
 BUSH = [-1, 0, 0, 0, 1, 1, 2, 3]
-# of an object that a small model finishes
+# a regular expression of seven numbers, and a schema of an object, that a small model finishes
+NUMBERS = r"(\d\d?, ){6}\d"
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -46,6 +50,12 @@ def leaves(parents: list[int]) -> list[int]:
     return [node for node in range(1, len(parents)) if node not in parents]
 
 
+def each_leaf(parents: list[int]) -> Callable[[int], tuple[list[int], int]]:
+    """A plan for Script: the same tree in every round, its leaves win in turn."""
+    ends = leaves(parents)
+    return lambda turn: (parents, ends[turn % len(ends)])
+
+
 def params(max_tokens: int, temperature: float = 0.0, seed: int = 11, **kwargs):
     from vllm import SamplingParams
 
@@ -59,21 +69,29 @@ def structured(**kind) -> dict:
     return {"structured_outputs": StructuredOutputsParams(**kind), "ignore_eos": False}
 
 
-def generate(llm, prompts: list[list[int]], sampling) -> list[list[int]]:
-    """Token ids per prompt; `sampling` is one SamplingParams or a list of them."""
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+def serve(llm, prompts: list[list[int]], sampling, **kwargs) -> list:
+    """vLLM's outputs per prompt; `sampling` is one SamplingParams or a list of them, `kwargs` are of LLM.generate."""
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False, **kwargs)
+
+
+def tokens_of(outputs: list) -> list[list[int]]:
+    """Token ids of each output's first sample."""
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def settled(llm, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+def generate(llm, prompts: list[list[int]], sampling, **kwargs) -> list[list[int]]:
+    """Token ids per prompt of `serve`."""
+    return tokens_of(serve(llm, prompts, sampling, **kwargs))
+
+
+def settled(llm, prompts: list[list[int]], max_tokens: int, **kwargs) -> list[list[int]]:
     """Greedy token ids per prompt of a reference engine; a close call is an error: another checkpoint may need other PROMPTS."""
-    requests = [{"prompt_token_ids": p} for p in prompts]
-    outputs = llm.generate(requests, params(max_tokens, logprobs=2), use_tqdm=False)
+    outputs = serve(llm, prompts, params(max_tokens, logprobs=2), **kwargs)
     for prompt, output in enumerate(outputs):
         for position, candidates in enumerate(output.outputs[0].logprobs):
             best, second = sorted((c.logprob for c in candidates.values()), reverse=True)[:2]
             assert best - second > MIN_GAP, f"prompt {prompt}, token {position}: the two best logits are {best - second:.4f} apart"
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return tokens_of(outputs)
 
 
 def runner(llm):
@@ -95,6 +113,15 @@ def graph_managers(llm) -> dict[str, object]:
 
 def stats(llm) -> dict:
     return llm.collective_rpc("bole_stats")[0]
+
+
+@contextmanager
+def counted(llm) -> Iterator[Counter]:
+    """What the engine's counters have gained in between, there from the end on."""
+    gained, before = Counter(), stats(llm)
+    yield gained
+    after = stats(llm)
+    gained.update({name: after[name] - before[name] for name in ("accepted", "branched", "spine_hits")})
 
 
 @dataclass

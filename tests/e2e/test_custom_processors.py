@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from custom_processors import AfterOne, AfterTwo
-from e2e_helpers import Script, generate, leaves, params, stats
+from e2e_helpers import Script, counted, each_leaf, generate, params
 
 LENGTH = 9
 COMB = [-1, 0, 1, 2, 0, 1, 2, 3]
@@ -31,10 +31,9 @@ def case(engines, prompts, kind):
 
 def accepted(tree, prompts, sampling, wanted, plan) -> int:
     """Drafts that were accepted while a scripted drafter followed the plan, once the tokens were found to be plain decoding's."""
-    before = stats(tree)["accepted"]
-    with Script(tree, [p + w for p, w in zip(prompts, wanted, strict=True)], plan):
+    with counted(tree) as gained, Script(tree, [p + w for p, w in zip(prompts, wanted, strict=True)], plan):
         assert generate(tree, prompts, sampling) == wanted
-    return stats(tree)["accepted"] - before
+    return gained["accepted"]
 
 
 def test_the_models_own_drafts(prompts, case):
@@ -46,8 +45,7 @@ def test_the_models_own_drafts(prompts, case):
 def test_each_leaf_wins_in_turn(prompts, case, kind):
     """Branches are accepted where rows are independent, and of the request without a processor; the chain of every request."""
     tree, sampling, wanted = case
-    ends = leaves(COMB)
-    found = [accepted(tree, prompts[r : r + 1], sampling[r], wanted[r : r + 1], lambda i: (COMB, ends[i % len(ends)])) for r in (0, 1, 3)]
+    found = [accepted(tree, prompts[r : r + 1], sampling[r], wanted[r : r + 1], each_leaf(COMB)) for r in (0, 1, 3)]
     chain = accepted(tree, prompts, sampling, wanted, lambda _round: (CHAIN, 7))
     assert chain > 4 * LENGTH / 2
     assert found[2] > LENGTH / 2

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from e2e_helpers import BUSH, MIN_GAP, VOCAB, Script, leaves, params, stats, text_tokens
+from e2e_helpers import BUSH, VOCAB, Script, counted, each_leaf, generate, params, serve, settled, text_tokens, tokens_of
 from safetensors.torch import save_file
 
 LENGTH = 12
@@ -49,39 +49,20 @@ def adapters(tmp_path_factory) -> list:
     return [LoRARequest(f"s{seed}", seed, make_adapter(tmp_path_factory.mktemp("lora"), seed)) for seed in (5, 12)] + [None]
 
 
-def serve(llm, prompts: list[list[int]], sampling, adapters: list) -> list:
-    return llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False, lora_request=adapters)
-
-
-def tokens_of(outputs) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def settled(outputs) -> list[list[int]]:
-    """Greedy tokens; as in e2e_helpers, a close call is an error."""
-    for request, output in enumerate(outputs):
-        for position, candidates in enumerate(output.outputs[0].logprobs):
-            best, second = sorted((c.logprob for c in candidates.values()), reverse=True)[:2]
-            assert best - second > MIN_GAP, f"request {request}, token {position}: the two best logits are {best - second:.4f} apart"
-    return tokens_of(outputs)
-
-
 def test_each_leaf_wins_in_turn(engines, prompts, adapters):
     """Requests with either adapter and with none: greedy against vLLM itself, at 0.8 (seeds 3 to 6) against trees of one node."""
     first, second, none = adapters
     mixed = [first, none, second, second]
-    stock, tree, one_node, ends = engines.stock(**LORA), engines.tree(**LORA), engines.one_node(**LORA), leaves(BUSH)
-    without = tokens_of(serve(stock, prompts, params(LENGTH), [none] * 4))
-    greedy = settled(serve(stock, prompts, params(LENGTH, logprobs=2), mixed))
+    stock, tree, one_node = engines.stock(**LORA), engines.tree(**LORA), engines.one_node(**LORA)
+    without = generate(stock, prompts, params(LENGTH), lora_request=[none] * 4)
+    greedy = settled(stock, prompts, LENGTH, lora_request=mixed)
     assert [with_adapter == plain for with_adapter, plain in zip(greedy, without)] == [False, True, False, False]
     warm = [params(LENGTH, temperature=0.8, seed=3 + i) for i in range(4)]
-    for sampling, wanted in ((params(LENGTH), greedy), (warm, tokens_of(serve(one_node, prompts, warm, mixed)))):
-        before = stats(tree)
-        with Script(tree, [p + w for p, w in zip(prompts, wanted)], lambda i: (BUSH, ends[i % len(ends)])):
-            assert tokens_of(serve(tree, prompts, sampling, mixed)) == wanted
-        after = stats(tree)
-        assert after["accepted"] - before["accepted"] > 4 * LENGTH / 2
-        assert after["spine_hits"] - before["spine_hits"] < after["branched"] - before["branched"], "only the chain was accepted"
+    for sampling, wanted in ((params(LENGTH), greedy), (warm, generate(one_node, prompts, warm, lora_request=mixed))):
+        with counted(tree) as gained, Script(tree, [p + w for p, w in zip(prompts, wanted)], each_leaf(BUSH)):
+            assert generate(tree, prompts, sampling, lora_request=mixed) == wanted
+        assert gained["accepted"] > 4 * LENGTH / 2
+        assert gained["spine_hits"] < gained["branched"], "only the chain was accepted"
 
 
 def test_adapters_change_while_requests_join_and_leave(engines, adapters):
@@ -89,17 +70,17 @@ def test_adapters_change_while_requests_join_and_leave(engines, adapters):
     prompts = [text_tokens(i, 6 + 5 * i) for i in range(6)]
     mixed = [adapters[i] for i in (0, 2, 1, 1, 2, 0)]
     sampling = [params(4 + i % 4, temperature=0.8 * (i % 2), seed=20 + i) for i in range(6)]
-    wanted = tokens_of(serve(engines.one_node(**LORA), prompts, sampling, mixed))
-    before = stats(engines.tree(**LORA))["accepted"]
-    assert tokens_of(serve(engines.tree(**LORA), prompts, sampling, mixed)) == wanted
-    assert stats(engines.tree(**LORA))["accepted"] > before
+    wanted = generate(engines.one_node(**LORA), prompts, sampling, lora_request=mixed)
+    with counted(engines.tree(**LORA)) as gained:
+        assert generate(engines.tree(**LORA), prompts, sampling, lora_request=mixed) == wanted
+    assert gained["accepted"] > 0
 
 
 def test_a_cached_prefix_belongs_to_its_adapter(engines, adapters):
     """One prompt under each adapter and without, then each again from the cache (blocks of 288 tokens): its own tokens."""
     tree = engines.tree(**LORA, max_model_len=864, max_num_seqs=1, block_size=32, max_num_batched_tokens=1024)
     prompt = text_tokens(0, 600)
-    once, again = ([serve(tree, [prompt], params(5), [adapter])[0] for adapter in adapters] for _ in range(2))
+    once, again = ([serve(tree, [prompt], params(5), lora_request=[adapter])[0] for adapter in adapters] for _ in range(2))
     assert [output.num_cached_tokens for output in once] == [0, 0, 0]
     assert all(output.num_cached_tokens > 0 for output in again)
     assert tokens_of(again) == tokens_of(once)
@@ -113,9 +94,8 @@ def test_an_adapter_of_the_lm_head(engines, prompts, adapters, tmp_path_factory)
     head = LoRARequest("head", 13, make_adapter(tmp_path_factory.mktemp("lora"), 12, head=True))
     _, second, none = adapters
     mixed = [head, none, second, head]
-    wanted = tokens_of(serve(engines.one_node(**LORA), prompts, params(LENGTH), mixed))
-    without = tokens_of(serve(engines.stock(**LORA), prompts, params(LENGTH), [second] * 4))
+    wanted = generate(engines.one_node(**LORA), prompts, params(LENGTH), lora_request=mixed)
+    without = generate(engines.stock(**LORA), prompts, params(LENGTH), lora_request=[second] * 4)
     assert wanted[0] != without[0] and wanted[3] != without[3], "the head's part has no effect"
-    ends = leaves(BUSH)
-    with Script(engines.tree(**LORA), [p + w for p, w in zip(prompts, wanted)], lambda i: (BUSH, ends[i % len(ends)])):
-        assert tokens_of(serve(engines.tree(**LORA), prompts, params(LENGTH), mixed)) == wanted
+    with Script(engines.tree(**LORA), [p + w for p, w in zip(prompts, wanted)], each_leaf(BUSH)):
+        assert generate(engines.tree(**LORA), prompts, params(LENGTH), lora_request=mixed) == wanted

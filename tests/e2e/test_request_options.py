@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from e2e_helpers import TOLERANCE, Script, generate, params
+from e2e_helpers import TOLERANCE, Script, generate, params, serve
 
 CHAIN = [-1, 0, 1, 2, 3, 4, 5, 6]
 
@@ -11,10 +11,6 @@ CHAIN = [-1, 0, 1, 2, 3, 4, 5, 6]
 @pytest.fixture(scope="module")
 def greedy(engines, prompts) -> list[list[int]]:
     return generate(engines.one_node(), prompts, params(24))
-
-
-def serve(llm, prompts, sampling) -> list:
-    return llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
 
 
 def ends(outputs) -> list[tuple]:

@@ -7,11 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
-from e2e_helpers import TOLERANCE, VOCAB, generate, params, text_tokens
+from e2e_helpers import NUMBERS, TOLERANCE, VOCAB, generate, params, text_tokens
 from server_helpers import Refused, Server, completion
 from vllm.sampling_params import StructuredOutputsParams
 
-NUMBERS = r"(\d\d?, ){6}\d"
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from e2e_helpers import Script, generate, leaves, params, stats
+from e2e_helpers import BUSH, Script, counted, each_leaf, generate, params
 
 LENGTH = 12
-TOPOLOGIES = {"comb": [-1, 0, 1, 2, 0, 1, 2, 3], "bush": [-1, 0, 0, 0, 1, 1, 2, 3]}
+TOPOLOGIES = {"comb": [-1, 0, 1, 2, 0, 1, 2, 3], "bush": BUSH}
 # a word the model likes to say, as the start of reasoning, and what is forced in its place
 REASONING = {"reasoning_config": {"reasoning_start_str": "self", "reasoning_end_str": "return None"}}
 
@@ -48,13 +48,11 @@ def words_of(llm, tokens: list[int]) -> list[str]:
 def check(tree, one_node, prompts: list[list[int]], options: list[dict], parents: list[int]) -> list[list[int]]:
     """Each leaf wins in turn, beside wrong tokens; returns the tokens. What is accepted leaves the top-1 chain."""
     sampling = [params(LENGTH, **{"seed": 3, **one}) for one in options]
-    wanted, ends = generate(one_node, prompts, sampling), leaves(parents)
-    before = stats(tree)
-    with Script(tree, [p + w for p, w in zip(prompts, wanted, strict=True)], lambda i: (parents, ends[i % len(ends)])):
+    wanted = generate(one_node, prompts, sampling)
+    with counted(tree) as gained, Script(tree, [p + w for p, w in zip(prompts, wanted, strict=True)], each_leaf(parents)):
         assert generate(tree, prompts, sampling) == wanted
-    after = stats(tree)
-    assert after["accepted"] - before["accepted"] > sum(map(len, wanted)) / 2
-    assert after["spine_hits"] - before["spine_hits"] < after["branched"] - before["branched"]
+    assert gained["accepted"] > sum(map(len, wanted)) / 2
+    assert gained["spine_hits"] < gained["branched"]
     return wanted
 
 
