@@ -17,10 +17,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `benchmarks` is not installed
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is imported
-
 from benchmarks.models.shapes import SHAPES
 from benchmarks.offline import arm as arm_process
 from benchmarks.offline import arms, launch, memory, path, texts, timeline, trace, warm

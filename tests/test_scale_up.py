@@ -16,10 +16,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # neither `benchmarks` nor `examples` is installed
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is imported
-
 from benchmarks.models.constant_channel import constant_of, reserve_constant_channel
 from benchmarks.models.loader import load_small
 from benchmarks.models.placement import place_channels, place_heads, place_layers

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -12,10 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # neither `benchmarks` nor `examples` is installed
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is imported
 
 from benchmarks.models import corpus, workloads
 from benchmarks.models.__main__ import main

@@ -1,13 +1,9 @@
 """The demo's judgement of two runs: where they part, and whether that is a tie. No engine is started here."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `examples` is not installed
 
 from examples.demo.arms import CHAIN, GREEDY, ONE_NODE, PHASES, PLAIN, SAMPLED, TREE
 from examples.demo.compare import (

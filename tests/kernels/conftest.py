@@ -1,14 +1,8 @@
 """Kernel tests run on a GPU where there is one, else under Triton's interpreter."""
 
-import os
-
 import numpy as np
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is imported
-
 import pytest
+import torch
 
 from bole_vllm.kernels.topology import Forest, num_mask_words
 from bole_vllm.kernels.topology.naive import fill_path
